@@ -1,0 +1,63 @@
+"""How the patches stand in a real child process that imports vLLM's real modules. The parent would prove nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shim import ledger
+from shim.patches import PATCHES
+from shim.wrap import environment
+
+# Imports each target on its own; what it says goes to the ledger, and what cannot be imported here to stderr.
+_CHILD = """
+import importlib, sys
+from shim import ledger
+for target in sys.argv[1:]:
+    try:
+        importlib.import_module(target)
+    except Exception as problem:
+        print(f"glm5-shim-child {target} {type(problem).__name__}: {problem}".splitlines()[0], file=sys.stderr)
+ledger.flush()
+"""
+
+
+def patch_table() -> dict[str, Any]:
+    """`{"vllm": version or None, "patches": [{name, target, state, required, why, detail}]}`."""
+    targets = list(dict.fromkeys(patch.target for patch in PATCHES))
+    found, errors = child_ledger(targets)
+    stated = {entry["name"]: entry for entry in found["patches"]} if found else {}
+    rows = []
+    for patch in PATCHES:
+        entry = stated.get(patch.name, {"state": "waiting", "detail": "the shim did not come up in the child"})
+        detail = entry["detail"]
+        if entry["state"] == "waiting" and patch.target in errors:
+            detail = f"cannot be imported here: {errors[patch.target]}"
+        rows.append(
+            {
+                "name": patch.name,
+                "target": patch.target,
+                "state": entry["state"],
+                "required": patch.required,
+                "why": patch.why,
+                "detail": detail,
+            }
+        )
+    return {"vllm": found["vllm"] if found else None, "patches": rows}
+
+
+def child_ledger(targets: list[str]) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """The ledger of a child that imported `targets` under `wrap`'s environment (None if it wrote none), and the error of
+    each target that could not be imported."""
+    with tempfile.TemporaryDirectory() as state:
+        env = environment(os.environ) | {"GLM5_SHIM_STATE_DIR": state}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files importing vLLM takes a minute
+        child = subprocess.run([sys.executable, "-c", _CHILD, *targets], env=env, capture_output=True, text=True)
+        ledgers = ledger.read(Path(state))
+    lines = [line.split(" ", 2) for line in child.stderr.splitlines() if line.startswith("glm5-shim-child ")]
+    # the child itself is the first to have come up; children of its own may have written too
+    return (ledgers[0] if ledgers else None), {target: error for _, target, error in lines}

@@ -1,0 +1,143 @@
+"""The command line. Each command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from typing import Any
+
+import click
+
+from shim import __version__
+
+
+@click.group()
+@click.version_option(__version__, prog_name="glm5-shim")
+def main() -> None:
+    """Serve GLM-5 from a GGUF with an unmodified vLLM wheel."""
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def wrap(command: tuple[str, ...]) -> None:
+    """Run COMMAND with the shim on. Everything after COMMAND's name belongs to it."""
+    from shim import env, ledger
+    from shim.wrap import WrapProblem, run
+
+    ledger.prune(env.state_dir())
+    try:
+        run(command)
+    except WrapProblem as problem:
+        _stop(str(problem), code=127)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def patches(as_json: bool) -> None:
+    """Every patch: target, why, and its state in a fresh child that imports vLLM's real modules."""
+    from shim.child import patch_table
+
+    table = patch_table()
+    if as_json:
+        _print_json(table)
+    else:
+        click.echo(f"vLLM {table['vllm'] or 'not found'}")
+        _columns([(p["state"], p["name"], p["detail"] or p["why"]) for p in table["patches"]])
+    failed = [p["name"] for p in table["patches"] if p["state"] in ("failed", "late") and p["required"]]
+    sys.exit(1 if failed or table["vllm"] is None else 0)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--list-checks", is_flag=True, help="The names of the checks.")
+@click.argument("names", nargs=-1)
+def doctor(as_json: bool, list_checks: bool, names: tuple[str, ...]) -> None:
+    """Is this machine ready? Runs all checks, or those in NAMES; exit 1 on a problem."""
+    from shim.doctor import CHECKS, examine
+
+    if list_checks:
+        _columns([(name, (check.__doc__ or "").splitlines()[0]) for name, check in CHECKS.items()])
+        return
+    unknown = [n for n in names if n not in CHECKS]
+    if unknown:
+        _stop(f"no check is named {', '.join(unknown)}; the checks are: {', '.join(CHECKS)}", code=2)
+    found = examine(names or tuple(CHECKS))
+    if as_json:
+        _print_json(found)
+    else:
+        marks = {"ok": "[✓]", "warning": "[!]", "problem": "[✗]", "skipped": "[-]"}
+        for check in found["checks"]:
+            click.echo(f"{marks[check['status']]} {check['name']}: {check['why']}")
+            if check["mend"]:
+                click.echo(f"    mend: {check['mend']}")
+        bad = sum(check["status"] == "problem" for check in found["checks"])
+        click.echo(f"{len(found['checks'])} checks, {bad} problem{'' if bad == 1 else 's'}")
+    sys.exit(0 if found["ok"] else 1)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.argument("path")
+def gguf(path: str, as_json: bool) -> None:
+    """What vLLM will be told of the GGUF at PATH: any part of it, its directory, or directory:QUANT."""
+    from shim.gguf.files import GGUFProblem, open_model
+    from shim.gguf.report import report
+
+    try:
+        found = report(open_model(path))
+    except GGUFProblem as problem:
+        _stop(str(problem), code=1)
+    if as_json:
+        _print_json(found)
+    else:
+        _print_gguf(found)
+    sys.exit(1 if found["problems"] else 0)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--timeout", default=600, show_default=True, help="Seconds to wait for the server.")
+def demo(as_json: bool, timeout: int) -> None:
+    """Write a tiny GLM-5 GGUF, serve it through `wrap vllm serve`, ask it, and show which patches ran where."""
+    from shim.demo import DemoProblem, show, work
+
+    try:
+        found = work(timeout)
+    except DemoProblem as problem:
+        _stop(str(problem), code=1)
+    if as_json:
+        _print_json(found)
+    else:
+        show(found)
+    sys.exit(0 if found["ok"] else 1)
+
+
+def _stop(line: str, *, code: int) -> Any:
+    click.echo(f"glm5-shim: {line}", err=True)
+    sys.exit(code)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(jsonlib.dumps(value, indent=1))
+
+
+def _columns(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1])
+
+
+def _print_gguf(found: dict[str, Any]) -> None:
+    config, memory, tensors = found["config"], found["memory"], found["tensors"]
+    click.echo(f"{found['arch']}: {config['num_hidden_layers']} layers, {config['num_attention_heads']} heads, top-k {config['index_topk']}")
+    _columns([(p["path"], f"{p['tensors']} tensors", f"{p['bytes']:,} bytes") for p in found["parts"]])
+    click.echo("quant types: " + ", ".join(f"{name} x {count}" for name, count in found["quant_types"].items()))
+    click.echo(f"tensors: {tensors['mapped']} mapped, {len(tensors['unmapped'])} unmapped, {len(tensors['missing'])} missing")
+    per_gpu = ", ".join(f"TP{tp} {size / 2**30:.2f} GiB" for tp, size in memory["per_gpu"].items())
+    click.echo(f"weights: {memory['weights_bytes'] / 2**30:.2f} GiB; per GPU: {per_gpu}")
+    for problem in found["problems"]:
+        click.echo(f"problem: {problem}")
+
+
+if __name__ == "__main__":
+    main()

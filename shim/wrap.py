@@ -1,0 +1,83 @@
+"""Runs a command with the shim on: sets the environment, then becomes the command (same pid, signals, exit code)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class WrapProblem(Exception):
+    """The command cannot be run; the message is one line."""
+
+
+def bootstrap_dir() -> Path:
+    """The directory that goes on PYTHONPATH: in a wheel shim/_bootstrap, in a checkout its root."""
+    package = Path(__file__).resolve().parent
+    packed = package / "_bootstrap"
+    return packed if packed.is_dir() else package.parent
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` with the shim switched on for this interpreter and all its children."""
+    ours = str(bootstrap_dir())
+    others = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and os.path.realpath(p) != ours]
+    return {
+        **base,
+        "PYTHONPATH": os.pathsep.join([ours, *others]),
+        "GLM5_SHIM": "1",
+        "GLM5_SHIM_PYTHON": f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}",
+    }
+
+
+def find(command: str) -> str:
+    """The executable for `command`; a bare name is looked for beside this interpreter first, then on PATH."""
+    beside = os.path.join(sys.prefix, "bin")
+    found = shutil.which(command, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
+    if found is None:
+        raise WrapProblem(f"{command!r} is neither in {beside} nor on PATH")
+    return found
+
+
+def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
+    """What in this command keeps the shim out, one line each."""
+    said = []
+    script = _shebang(executable)
+    interpreter = script or executable
+    if os.path.basename(interpreter).startswith("python"):
+        if os.path.realpath(Path(interpreter).parent.parent) != os.path.realpath(sys.prefix):
+            said.append(f"{executable} runs in {interpreter}, not in {sys.executable}: the shim stays off there")
+        if not script:
+            options = [a for a in _leading_options(arguments) if not a.startswith("--")]
+            said += [f"python {o} ignores PYTHONPATH or sitecustomize: the shim stays off" for o in options if set(o) & set("IES")]
+    return said
+
+
+def run(command: Sequence[str]) -> None:
+    """Replaces this process. WrapProblem if the command cannot be found or started."""
+    executable = find(command[0])
+    for line in warnings(executable, command[1:]):
+        print(f"glm5-shim: {line}", file=sys.stderr)
+    try:
+        os.execve(executable, [command[0], *command[1:]], environment(os.environ))
+    except OSError as problem:
+        raise WrapProblem(f"{executable}: {problem.strerror}") from problem
+
+
+def _shebang(executable: str) -> str:
+    with open(executable, "rb") as file:
+        first = file.readline(512)
+    words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
+    return words[0] if words else ""
+
+
+def _leading_options(arguments: Sequence[str]) -> list[str]:
+    """Python's own options: those before the script, -c or -m."""
+    options = []
+    for argument in arguments:
+        if not argument.startswith("-") or argument in ("-c", "-m", "-"):
+            break
+        options.append(argument)
+    return options

@@ -1,0 +1,54 @@
+"""The way in of glm5-shim: Python's `site` runs this file in every interpreter that has its directory on PYTHONPATH.
+
+First the sitecustomize that this one shadows, as if we were not here; then the shim, if it is wanted and vLLM is installed.
+Standard library only, nothing on stdout, and no exception leaves this file.
+"""
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+HERE = os.path.dirname(os.path.realpath(__file__))
+
+
+def chain() -> None:
+    """Runs the user's, the distribution's or virtualenv's sitecustomize, under its own name."""
+    ours = sys.modules[__name__]
+    elsewhere = [entry for entry in sys.path if os.path.realpath(entry or ".") != HERE]
+    spec = PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is None or spec.loader is None:
+        return
+    theirs = module_from_spec(spec)
+    sys.modules["sitecustomize"] = theirs
+    try:
+        spec.loader.exec_module(theirs)
+    except BaseException:
+        sys.modules["sitecustomize"] = ours  # `site` reads the name back
+        raise
+
+
+def wanted() -> bool:
+    """On PYTHONPATH or asked for by name, in the interpreter that `wrap` was called for, and where there is a vLLM."""
+    if os.environ.get("GLM5_SHIM_OFF") == "1":
+        return False
+    on_path = any(os.path.realpath(p) == HERE for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
+    if not on_path and os.environ.get("GLM5_SHIM") != "1":
+        return False  # an editable install puts this directory on sys.path; that alone is no wish
+    meant = os.environ.get("GLM5_SHIM_PYTHON")
+    if meant and meant != f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}":
+        return False
+    return PathFinder.find_spec("vllm") is not None
+
+
+try:
+    chain()
+except Exception as problem:
+    print(f"glm5-shim: the sitecustomize behind ours failed: {type(problem).__name__}: {problem}", file=sys.stderr)
+try:
+    if wanted():
+        from shim.activate import activate
+
+        activate()
+except Exception as problem:
+    print(f"glm5-shim: not active: {type(problem).__name__}: {problem}", file=sys.stderr)

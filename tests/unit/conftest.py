@@ -1,0 +1,81 @@
+"""What the unit tests share: stand-in modules in a real import system, and a ledger of their own."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shim import ledger
+from shim.engine import Engine
+from shim.patch import Patch
+
+
+@pytest.fixture(autouse=True)
+def own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
+    monkeypatch.setenv("GLM5_SHIM_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr(ledger, "_entries", {})
+    yield ledger._entries
+
+
+@pytest.fixture(autouse=True)
+def own_import_system() -> Iterator[None]:
+    """Finders and modules that a test adds are gone after it."""
+    finders, modules = list(sys.meta_path), set(sys.modules)
+    yield
+    added = [name for name in sys.modules if name not in modules]
+    for name in added:
+        if name.split(".")[0].startswith("stub"):
+            del sys.modules[name]
+    for finder in [f for f in sys.meta_path if f not in finders]:
+        if type(finder).__name__ == "Latch":
+            sys.meta_path.remove(finder)
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Writes an importable module below sys.path and returns its name."""
+    root = tmp_path / "modules"
+    root.mkdir()
+    monkeypatch.syspath_prepend(str(root))
+
+    def write(name: str, source: str) -> str:
+        path = root / (name.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return name
+
+    return write
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    """`stub(patch, a=..., b=...)`: a module with these attributes in the place of the patch's target."""
+
+    def make(patch: Patch, **attributes: object) -> ModuleType:
+        module = ModuleType(patch.target)
+        module.__spec__ = ModuleSpec(patch.target, None)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, patch.target, module)
+        return module
+
+    return make
+
+
+@pytest.fixture
+def switch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """`switch_on(patch, ...)`: the process's engine, armed with these patches; their targets are stubs already."""
+    from shim import activate
+
+    def on(*patches: Patch, skip: frozenset[str] = frozenset()) -> Engine:
+        engine = Engine(patches, skip)
+        monkeypatch.setattr(activate, "_engine", engine)
+        engine.arm()
+        return engine
+
+    return on
