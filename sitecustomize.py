@@ -15,7 +15,9 @@ HERE = os.path.dirname(os.path.realpath(__file__))
 def chain() -> None:
     """Runs the user's, the distribution's or virtualenv's sitecustomize, under its own name."""
     ours = sys.modules[__name__]
-    elsewhere = [entry for entry in sys.path if os.path.realpath(entry or ".") != HERE]
+    seen = vars(sys).setdefault("_glm5_shim_dirs", set())  # a second copy of this file must not chain back to the first
+    seen.add(HERE)
+    elsewhere = [entry for entry in sys.path if os.path.realpath(entry or ".") not in seen]
     spec = PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is None or spec.loader is None:
         return

@@ -129,10 +129,14 @@ def _columns(rows: list[tuple[str, ...]]) -> None:
 
 def _print_gguf(found: dict[str, Any]) -> None:
     config, memory, tensors = found["config"], found["memory"], found["tensors"]
-    click.echo(f"{found['arch']}: {config['num_hidden_layers']} layers, {config['num_attention_heads']} heads, top-k {config['index_topk']}")
+    click.echo(
+        f"{found['arch']}: {config['num_hidden_layers']} layers, {config['num_attention_heads']} heads, top-k {config['index_topk']}"
+    )
     _columns([(p["path"], f"{p['tensors']} tensors", f"{p['bytes']:,} bytes") for p in found["parts"]])
     click.echo("quant types: " + ", ".join(f"{name} x {count}" for name, count in found["quant_types"].items()))
-    click.echo(f"tensors: {tensors['mapped']} mapped, {len(tensors['unmapped'])} unmapped, {len(tensors['missing'])} missing")
+    click.echo(
+        f"tensors: {tensors['mapped']} mapped, {len(tensors['unmapped'])} unmapped, {len(tensors['missing'])} missing"
+    )
     per_gpu = ", ".join(f"TP{tp} {size / 2**30:.2f} GiB" for tp, size in memory["per_gpu"].items())
     click.echo(f"weights: {memory['weights_bytes'] / 2**30:.2f} GiB; per GPU: {per_gpu}")
     for problem in found["problems"]:

@@ -12,13 +12,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shim import ledger
 
+WRAP = (sys.executable, "-m", "shim.cli", "wrap", "vllm")
 PROMPT = "The quick brown fox"
 TOKENS = 16
 
@@ -35,10 +36,10 @@ def work(timeout_s: int = 600) -> dict[str, Any]:
         root = Path(scratch)
         _say("writing a tiny GLM-5 GGUF in four parts")
         model = write_tiny(root / "model")
-        with server(model, root, timeout_s) as (url, ready_s):
-            name = _ask(f"{url}/v1/models")["data"][0]["id"]
-            completion = _ask(f"{url}/v1/completions", model=name, prompt=PROMPT, max_tokens=TOKENS, temperature=0)
-            chat = _ask(
+        with server(WRAP, model, root, timeout_s) as (url, ready_s):
+            name = ask(f"{url}/v1/models")["data"][0]["id"]
+            completion = ask(f"{url}/v1/completions", model=name, prompt=PROMPT, max_tokens=TOKENS, temperature=0)
+            chat = ask(
                 f"{url}/v1/chat/completions",
                 model=name,
                 messages=[{"role": "user", "content": "Who are you?"}],
@@ -76,20 +77,36 @@ def show(found: dict[str, Any]) -> None:
     for process in found["processes"]:
         names = [name + "*" * (name in process["used"]) for name in process["applied"]]
         print(f"{process['pid']:>7}  {process['role']:<18}  {', '.join(names) or '-'}")
-    print("\nok: the server answered and its worker passed the closing gate" if found["ok"] else "\nNOT ok: no worker passed the closing gate")
+    print(
+        "\nok: the server answered and its worker passed the closing gate"
+        if found["ok"]
+        else "\nNOT ok: no worker passed the closing gate"
+    )
 
 
 @contextmanager
-def server(model: Path, root: Path, timeout_s: int, *options: str) -> Iterator[tuple[str, float]]:
-    """`glm5-shim wrap vllm serve MODEL` in its own session; yields (url, seconds until ready), then stops every process
-    of it. Ledgers go to root/state, the log to root/server.log."""
+def server(
+    vllm: Sequence[str], model: Path, root: Path, timeout_s: int, *options: str, **env: str
+) -> Iterator[tuple[str, float]]:
+    """`<vllm> serve MODEL options` in a session of its own; yields (url, seconds until ready), then stops every process
+    of it. Ledgers go to root/state, the log to root/server.log. DemoProblem if it does not come up in `timeout_s`."""
     port = _free_port()
     log = root / "server.log"
-    command = [sys.executable, "-m", "shim.cli", "wrap", "vllm", "serve", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--max-model-len", "512", *options]
+    command = [
+        *vllm,
+        "serve",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        "512",
+        *options,
+    ]
     started = time.monotonic()
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=_server_env(root), start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=_server_env(root) | env, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(process, url, log, started + timeout_s)
@@ -116,7 +133,9 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float
     while True:
         waited = time.monotonic() - begin
         if process.poll() is not None:
-            raise DemoProblem(f"the server ended with exit code {process.returncode} before it was ready\n{_tail(log, 25)}")
+            raise DemoProblem(
+                f"the server ended with exit code {process.returncode} before it was ready\n{_tail(log, 25)}"
+            )
         if time.monotonic() > deadline:
             raise DemoProblem(f"the server was not ready after {waited:.0f} s\n{_tail(log, 25)}")
         try:
@@ -156,7 +175,8 @@ def _in_session(pid: int, session: int) -> bool:
         return False
 
 
-def _ask(url: str, **body: Any) -> dict[str, Any]:
+def ask(url: str, **body: Any) -> dict[str, Any]:
+    """GET, or POST of `body` where there is one; the JSON answer."""
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -164,11 +184,15 @@ def _ask(url: str, **body: Any) -> dict[str, Any]:
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as problem:
-        raise DemoProblem(f"{url} answered {problem.code}: {problem.read().decode(errors='replace')[:500]}") from problem
+        raise DemoProblem(
+            f"{url} answered {problem.code}: {problem.read().decode(errors='replace')[:500]}"
+        ) from problem
 
 
 def _applied(one: dict[str, Any], name: str, *, used: bool) -> bool:
-    return any(p["name"] == name and p.get("state") == "applied" and bool(p.get("used")) == used for p in one["patches"])
+    return any(
+        p["name"] == name and p.get("state") == "applied" and bool(p.get("used")) == used for p in one["patches"]
+    )
 
 
 def _tail(log: Path, lines: int) -> str:

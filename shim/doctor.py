@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -72,7 +73,9 @@ def check_import_name() -> Finding:
     ours = Path(__file__).resolve().parent
     found = Path(spec.origin).resolve().parent if spec and spec.origin else None
     if found != ours:
-        return Finding("problem", f"`import shim` finds {found}, not {ours}", "pip uninstall shim, then reinstall glm5-shim")
+        return Finding(
+            "problem", f"`import shim` finds {found}, not {ours}", "pip uninstall shim, then reinstall glm5-shim"
+        )
     return Finding("ok", f"`import shim` is {ours}")
 
 
@@ -92,10 +95,13 @@ def check_child() -> Finding:
 def check_directories() -> Finding:
     """Can ledgers and the GGUF cache be written?"""
     for name, path in (("GLM5_SHIM_STATE_DIR", env.state_dir()), ("GLM5_SHIM_CACHE_DIR", env.cache_dir())):
-        existing = next(p for p in (path, *path.parents) if p.exists())
-        if not os.access(existing, os.W_OK):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as problem:
             status = "warning" if name == "GLM5_SHIM_STATE_DIR" else "problem"
-            return Finding(status, f"{path} cannot be written", f"set {name} to a directory that can")
+            return Finding(status, f"{path}: {problem.strerror}", f"set {name} to a directory that can be written")
     return Finding("ok", f"{env.state_dir()} and {env.cache_dir()} can be written")
 
 
@@ -118,7 +124,9 @@ def check_compiler() -> Finding:
     """Is there a C++ compiler for torch.compile? Without one vLLM's CPU sampler dies at the first request."""
     if shutil.which("g++") or shutil.which("clang++"):
         return Finding("ok", "a C++ compiler is there")
-    return Finding("warning", "no C++ compiler: vLLM dies at the first request", "apt install g++, or TORCHDYNAMO_DISABLE=1")
+    return Finding(
+        "warning", "no C++ compiler: vLLM dies at the first request", "apt install g++, or TORCHDYNAMO_DISABLE=1"
+    )
 
 
 def check_bytecode() -> Finding:

@@ -17,6 +17,7 @@ from shim import __version__, env
 
 _entries: dict[str, dict[str, Any]] = {}
 _started = time.time()
+_forked = False
 _told_unwritable = False
 
 
@@ -78,6 +79,8 @@ def role() -> str:
     name = multiprocessing.current_process().name
     if name != "MainProcess":
         return name
+    if _forked:
+        return "fork"
     line = " ".join(sys.orig_argv)
     if "resource_tracker" in line:
         return "resource_tracker"
@@ -106,6 +109,6 @@ def prune(state_dir: Path, older_than_s: float = 86_400) -> None:
 
 def reset_after_fork() -> None:
     """A forked child inherits the patches and their states; it writes a file of its own."""
-    global _started
-    _started = time.time()
+    global _started, _forked
+    _started, _forked = time.time(), True
     flush()

@@ -51,7 +51,11 @@ def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
             said.append(f"{executable} runs in {interpreter}, not in {sys.executable}: the shim stays off there")
         if not script:
             options = [a for a in _leading_options(arguments) if not a.startswith("--")]
-            said += [f"python {o} ignores PYTHONPATH or sitecustomize: the shim stays off" for o in options if set(o) & set("IES")]
+            said += [
+                f"python {o} ignores PYTHONPATH or sitecustomize: the shim stays off"
+                for o in options
+                if set(o) & set("IES")
+            ]
     return said
 
 
@@ -61,7 +65,8 @@ def run(command: Sequence[str]) -> None:
     for line in warnings(executable, command[1:]):
         print(f"glm5-shim: {line}", file=sys.stderr)
     try:
-        os.execve(executable, [command[0], *command[1:]], environment(os.environ))
+        # argv[0] in full: a Python that is called by a bare name looks for its own prefix on PATH
+        os.execve(executable, [executable, *command[1:]], environment(os.environ))
     except OSError as problem:
         raise WrapProblem(f"{executable}: {problem.strerror}") from problem
 

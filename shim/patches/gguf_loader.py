@@ -20,9 +20,9 @@ NAME = "gguf_loader"
 
 
 def probe(module: ModuleType) -> Verdict:
-    problem = upstream.signature_problem(module, "register_model_loader", ["load_format"]) or upstream.signature_problem(
-        module, "BaseModelLoader.load_weights", ["self", "model", "model_config"]
-    )
+    problem = upstream.signature_problem(
+        module, "register_model_loader", ["load_format"]
+    ) or upstream.signature_problem(module, "BaseModelLoader.load_weights", ["self", "model", "model_config"])
     return Verdict.unknown(problem) if problem else Verdict.apply()
 
 

@@ -38,7 +38,15 @@ def sources(version: str) -> Path:
     place = CACHE / version
     if not (place / "vllm").is_dir():
         fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-        fetch += ["--platform", "manylinux_2_31_x86_64", "--platform", "manylinux_2_28_x86_64", "-d", str(place), f"vllm=={version}"]
+        fetch += [
+            "--platform",
+            "manylinux_2_31_x86_64",
+            "--platform",
+            "manylinux_2_28_x86_64",
+            "-d",
+            str(place),
+            f"vllm=={version}",
+        ]
         place.mkdir(parents=True, exist_ok=True)
         subprocess.run(fetch, check=True, capture_output=True)
         (wheel,) = place.glob("*.whl")
@@ -60,7 +68,9 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         environment |= {"PYTHONPATH": os.pathsep.join(path), "GLM5_SHIM_STATE_DIR": str(tmp_path / "state"), **env}
         script = f"STANDINS = {standins!r}\n{_PRELUDE}\n{code}"
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path
+        )
         said = [line[2:] for line in done.stdout.splitlines() if line.startswith("@@")]
         assert said, f"the child said nothing (exit {done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return json.loads(said[-1])

@@ -6,7 +6,16 @@ import pytest
 
 from shim.patches import PATCHES
 
-CPU = ("cpu_backend", "cpu_indexer", "cpu_indexer_op", "cpu_rotary", "gguf_engine_args", "gguf_loader", "worker_seal", "closing_gate")
+CPU = (
+    "cpu_backend",
+    "cpu_indexer",
+    "cpu_indexer_op",
+    "cpu_rotary",
+    "gguf_engine_args",
+    "gguf_loader",
+    "worker_seal",
+    "closing_gate",
+)
 
 STATES = """
 for target in dict.fromkeys(r.patch.target for r in activate.engine().records.values()):

@@ -59,7 +59,14 @@ def test_every_patch_finds_what_it_was_written_for(looks):
     states = looks[0]["states"]
     assert states == looks[0]["states after a second activation"]
     applied = {name for name, state in states.items() if state == "applied"}
-    assert applied >= {"backend_member", "backend_choice", "gguf_engine_args", "gguf_loader", "worker_seal", "closing_gate"}
+    assert applied >= {
+        "backend_member",
+        "backend_choice",
+        "gguf_engine_args",
+        "gguf_loader",
+        "worker_seal",
+        "closing_gate",
+    }
     assert set(states.values()) <= {"applied", "unneeded", "upstream", "off", "waiting"}
 
 

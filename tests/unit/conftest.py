@@ -79,3 +79,27 @@ def switch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
         return engine
 
     return on
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first part of a four-part GLM-5 GGUF."""
+    from shim.gguf.tiny import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def other_architecture(tmp_path: Path) -> Path:
+    """A sound GGUF of another architecture."""
+    import gguf
+    import numpy as np
+
+    path = tmp_path / "llama.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -93,7 +93,13 @@ def priorities_016(use_mla, device_capability):
 
 
 def priorities_033(
-    use_mla, device_capability, num_heads=None, kv_cache_dtype=None, use_non_causal=False, head_size=None, use_mm_prefix=False
+    use_mla,
+    device_capability,
+    num_heads=None,
+    kv_cache_dtype=None,
+    use_non_causal=False,
+    head_size=None,
+    use_mm_prefix=False,
 ):
     return ["FIRST", "SECOND"]
 
@@ -111,7 +117,13 @@ BOTH = (backend_member.PATCH, backend_choice.PATCH)
 
 @pytest.mark.parametrize(
     ("use_mla", "capability", "first"),
-    [(True, (12, 0), True), (True, (12, 1), True), (True, (9, 0), False), (True, (10, 0), False), (False, (12, 0), False)],
+    [
+        (True, (12, 0), True),
+        (True, (12, 1), True),
+        (True, (9, 0), False),
+        (True, (10, 0), False),
+        (False, (12, 0), False),
+    ],
 )
 def test_first_in_line_on_12x_for_mla_only(cuda, switch_on, use_mla, capability, first):
     switch_on(*BOTH)
@@ -158,7 +170,9 @@ def test_choice_stands_on_the_member(cuda, switch_on):
 def test_choice_unknown_signature(stub, switch_on):
     stub(backend_member.PATCH, AttentionBackendEnum=closed_enum())
     stub(backend_choice.PATCH, _get_backend_priorities=lambda config: [])
-    with pytest.raises(ShimError, match=r"_get_backend_priorities takes \(config\), expected \(use_mla, device_capability"):
+    with pytest.raises(
+        ShimError, match=r"_get_backend_priorities takes \(config\), expected \(use_mla, device_capability"
+    ):
         switch_on(*BOTH)
 
 

@@ -68,7 +68,10 @@ def test_methods_and_classmethods_are_replaced(target):
     both = patch(
         target,
         replaces=("Model.forward", "Model.make"),
-        apply=lambda module: {"Model.forward": lambda self: "ours", "Model.make": classmethod(lambda cls: cls.__name__)},
+        apply=lambda module: {
+            "Model.forward": lambda self: "ours",
+            "Model.make": classmethod(lambda cls: cls.__name__),
+        },
     )
     armed(both)
     module = importlib.import_module(target)
@@ -95,7 +98,9 @@ def test_skip_leaves_the_original(target):
 def test_an_unknown_signature_stops_the_import_and_every_retry(target):
     engine = armed(patch(target, probe=lambda module: Verdict.unknown("answer takes (x), expected ()")))
     for _ in range(3):
-        with pytest.raises(ShimError, match=r"one could not be applied .*answer takes \(x\), expected \(\).*GLM5_SHIM_SKIP=one"):
+        with pytest.raises(
+            ShimError, match=r"one could not be applied .*answer takes \(x\), expected \(\).*GLM5_SHIM_SKIP=one"
+        ):
             importlib.import_module(target)
         assert target not in sys.modules
     assert engine.records["one"].state is State.FAILED
@@ -235,7 +240,10 @@ def test_the_seal_names_the_patch_set(target):
 
 
 def test_the_ledger_file_says_it_all(target, tmp_path: Path):
-    armed(patch(target), patch(target, name="two", replaces=("Model.forward",), probe=lambda module: Verdict.unneeded("why")))
+    armed(
+        patch(target),
+        patch(target, name="two", replaces=("Model.forward",), probe=lambda module: Verdict.unneeded("why")),
+    )
     importlib.import_module(target)
     (file,) = (tmp_path / "state").glob("*.json")
     stated = {p["name"]: (p["state"], p["detail"]) for p in json.loads(file.read_text())["patches"]}

@@ -84,8 +84,13 @@ def test_gate_off_by_skip(worker, switch_on):
 
 
 def test_gate_unknown_signature(stub, switch_on):
-    stub(closing_gate.PATCH, WorkerWrapperBase=type("WorkerWrapperBase", (), {"initialize_from_config": lambda self, a, b: 0}))
-    with pytest.raises(ShimError, match=r"initialize_from_config takes \(self, a, b\), expected \(self, kv_cache_configs\)"):
+    stub(
+        closing_gate.PATCH,
+        WorkerWrapperBase=type("WorkerWrapperBase", (), {"initialize_from_config": lambda self, a, b: 0}),
+    )
+    with pytest.raises(
+        ShimError, match=r"initialize_from_config takes \(self, a, b\), expected \(self, kv_cache_configs\)"
+    ):
         switch_on(closing_gate.PATCH)
 
 

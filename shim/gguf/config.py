@@ -1,0 +1,155 @@
+"""From a GGUF's metadata, the config.json and generation_config.json that vLLM will see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shim.gguf.files import GGUFProblem, Model
+
+ARCH = "glm-dsa"
+
+# HF key -> GGUF key, for what the file must say. Key names: llama.cpp's converter for glm-dsa.
+_REQUIRED = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "v_head_dim": "attention.value_length_mla",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "index_topk": "attention.indexer.top_k",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+}
+_OPTIONAL = {
+    "n_shared_experts": ("expert_shared_count", 1),
+    "n_group": ("expert_group_count", 1),
+    "topk_group": ("expert_group_used_count", 1),
+    "num_nextn_predict_layers": ("nextn_predict_layers", 0),
+}
+# The same for GLM-5, 5.1 and 5.2, and in no GGUF. vLLM's own defaults for the first three are wrong for GLM, silently:
+# a NEOX indexer, no router bias, a softmax router.
+_CONSTANT = {
+    "indexer_rope_interleave": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+    "moe_router_dtype": "float32",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "ep_size": 1,
+    "pretraining_tp": 1,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+}
+_SCORING = {None: "sigmoid", 1: "softmax", 2: "sigmoid"}  # llama.cpp: a glm-dsa file without the key means sigmoid
+_GLM_5_2_CONTEXT = 1048576
+_GLM_5_2_SHARING = {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_share_for_mtp_iteration": True}
+
+
+def hf_config(model: Model) -> dict[str, Any]:
+    """The config.json. Raises GGUFProblem naming a missing key, or a value that GLM-5 does not have."""
+    config: dict[str, Any] = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", **_CONSTANT}
+    config |= {key: _required(model, name) for key, name in _REQUIRED.items()}
+    config |= {key: model.metadata.get(f"{ARCH}.{name}", default) for key, (name, default) in _OPTIONAL.items()}
+
+    # block_count counts the NextN block too, as the last
+    config["num_hidden_layers"] = _required(model, "block_count") - config["num_nextn_predict_layers"]
+    config["num_key_value_heads"] = config["num_attention_heads"]
+    config["qk_head_dim"] = _required(model, "attention.key_length_mla")
+    config["qk_nope_head_dim"] = config["qk_head_dim"] - config["qk_rope_head_dim"]
+    config["head_dim"] = config["qk_rope_head_dim"]  # transformers takes its rotary width from here
+    config["vocab_size"] = _vocab_size(model)
+    config["tie_word_embeddings"] = "output.weight" not in model.tensors
+    config |= _rope(model)
+
+    gating = model.metadata.get(f"{ARCH}.expert_gating_func")
+    if gating not in _SCORING:
+        raise GGUFProblem(
+            f"{ARCH}.expert_gating_func is {gating}, expected 1 (softmax) or 2 (sigmoid); no GLM-5 has it"
+        )
+    config["scoring_func"] = _SCORING[gating]
+
+    pattern = index_pattern(model, config["num_hidden_layers"])
+    if "S" in pattern:
+        config["index_topk_pattern"] = pattern
+        if pattern == _glm_5_2_pattern(len(pattern)):
+            config |= _GLM_5_2_SHARING
+    return config | _token_ids(model)
+
+
+def generation_config(model: Model) -> dict[str, Any]:
+    """The generation_config.json: every id at which GLM stops, and the padding id."""
+    ids = _token_ids(model)
+    return {"_from_model_config": True, "eos_token_id": ids["eos_token_id"], "pad_token_id": ids["pad_token_id"]}
+
+
+def index_pattern(model: Model, layers: int) -> str:
+    """One letter per layer: F runs its own indexer, S shares the selection of the F before it.
+
+    llama.cpp's rule: the key if it is there (true means full); else every layer for GLM-5 and 5.1, and for files with
+    GLM-5.2's context length its schedule.
+    """
+    types = model.metadata.get(f"{ARCH}.attention.indexer.types")
+    if types is None:
+        long_context = _required(model, "context_length") >= _GLM_5_2_CONTEXT
+        return _glm_5_2_pattern(layers) if long_context else "F" * layers
+    if not isinstance(types, list):
+        types = [types] * layers
+    if len(types) < layers:
+        raise GGUFProblem(
+            f"{ARCH}.attention.indexer.types has {len(types)} entries, expected {layers}; convert it anew"
+        )
+    pattern = "".join("F" if full else "S" for full in types[:layers])
+    if not pattern.startswith("F"):
+        raise GGUFProblem(f"{ARCH}.attention.indexer.types lets layer 0 share a selection that no layer made")
+    return pattern
+
+
+def _glm_5_2_pattern(layers: int) -> str:
+    return "".join("F" if layer < 3 or (layer - 2) % 4 == 0 else "S" for layer in range(layers))
+
+
+def _required(model: Model, name: str) -> Any:
+    key = f"{ARCH}.{name}"
+    if key not in model.metadata:
+        raise GGUFProblem(f"metadata key {key} is missing from {model.parts[0].path.name}; convert the model anew")
+    return model.metadata[key]
+
+
+def _vocab_size(model: Model) -> int:
+    embedding = model.tensors.get("token_embd.weight")
+    return model.metadata.get(f"{ARCH}.vocab_size") or (embedding.shape[0] if embedding else 0)
+
+
+def _rope(model: Model) -> dict[str, Any]:
+    scaling = model.metadata.get(f"{ARCH}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise GGUFProblem(f"{ARCH}.rope.scaling.type is {scaling}, expected none; no GLM-5 has scaled positions")
+    theta = _required(model, "rope.freq_base")
+    return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+def _token_ids(model: Model) -> dict[str, Any]:
+    """GLM ends a turn with the next one's role, so <|user|> (eot) and <|observation|> (eom) stop it as well."""
+    stops = [model.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    eos = list(dict.fromkeys(stop for stop in stops if stop is not None))
+    if not eos:
+        raise GGUFProblem("metadata key tokenizer.ggml.eos_token_id is missing; convert the model anew")
+    return {
+        "eos_token_id": eos,
+        "pad_token_id": model.metadata.get("tokenizer.ggml.padding_token_id", eos[0]),
+        "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
+    }

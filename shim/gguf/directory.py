@@ -1,0 +1,44 @@
+"""The Hugging Face directory that stands in for a GGUF: everything but the weights, kept in a cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from shim.gguf.config import generation_config, hf_config
+from shim.gguf.files import GGUFProblem, Model, fingerprint
+from shim.gguf.tokenizer import write_tokenizer
+
+
+def hf_directory(model: Model, cache_root: Path) -> Path:
+    """Writes config.json, generation_config.json and the tokenizer under `cache_root`, once per GGUF and shim version.
+
+    Safe among processes: the directory appears in one rename, complete, and whoever comes second uses the first one's.
+    Raises GGUFProblem if the cache cannot be written, or for what config and tokenizer refuse.
+    """
+    target = cache_root / fingerprint(model)
+    if target.is_dir():
+        return target
+    config, generation = hf_config(model), generation_config(model)
+    try:
+        cache_root.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache_root))
+    except OSError as error:
+        raise GGUFProblem(f"cannot write the cache {cache_root}: {error.strerror}; choose another directory") from None
+    try:
+        (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (draft / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+        write_tokenizer(model, draft)
+        draft.chmod(0o755)  # mkdtemp's 0700 would shut out a server that runs as another user
+        try:
+            draft.rename(target)
+        except OSError:
+            if not target.is_dir():  # not a race lost, then
+                raise
+    except OSError as error:
+        raise GGUFProblem(f"cannot write the cache {cache_root}: {error.strerror}; make room, or move it") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target

@@ -1,0 +1,251 @@
+"""Finds every part of a GLM-5 GGUF and opens them as one model, or says in one line why that cannot be done."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from shim import __version__
+from shim.gguf.reader import HeaderReader, Metadata, TensorInfo
+
+MAGIC = b"GGUF"
+PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's gguf-split
+
+# What gguf-py can dequantise and vllm-gguf-plugin has kernels for. Others (ik_llama's, ternary, MXFP4) are refused.
+PLAIN_TYPES = (Type.F32, Type.F16, Type.BF16)
+QUANT_TYPES = (
+    *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
+    *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
+    *(Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S),
+    *(Type.IQ4_NL, Type.IQ4_XS),
+)
+_NUMPY_TYPES = {Type.F32: np.float32, Type.F16: np.float16}
+
+
+class GGUFProblem(ValueError):
+    """One clear line: what was found, what was expected, what to do."""
+
+
+class WrongArchitecture(GGUFProblem):
+    """A sound GGUF of another model: somebody else may be able to serve it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of the set. `data_offset`: where its header ends and its tensors begin."""
+
+    path: Path
+    tensors: int
+    bytes: int
+    data_offset: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor, still in its file. `shape` is torch's order (GGUF lists dimensions the other way round)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Type
+    part: Path
+    nbytes: int
+    offset: int
+    _data: np.ndarray = field(repr=False, compare=False)
+
+    def raw(self) -> np.ndarray:
+        """A memory-mapped view: float32 or float16 of `shape`; for any other type uint8, the last axis in bytes."""
+        flat = self._data[self.offset : self.offset + self.nbytes]
+        if self.type in _NUMPY_TYPES:
+            return flat.view(_NUMPY_TYPES[self.type]).reshape(self.shape)
+        return flat.reshape(gguf.quant_shape_to_byte_shape(self.shape, self.type))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A complete GGUF: its parts in order, the first part's metadata, and every tensor by its GGUF name."""
+
+    parts: list[Part]
+    metadata: Mapping[str, Any] = field(repr=False)
+    tensors: dict[str, Tensor] = field(repr=False)
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Does this file start with GGUF's magic? False for directories and files that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == MAGIC
+    except OSError:
+        return False
+
+
+def names_gguf(name: str) -> bool:
+    """Can `name`, as a user gives a model, mean a GGUF: a .gguf file, there or not, any file with GGUF's magic, or
+    `directory:QUANT`? A Hugging Face repository never does."""
+    directory, colon, _ = name.rpartition(":")
+    return name.endswith(".gguf") or is_gguf(name) or (bool(colon) and os.path.isdir(directory))
+
+
+def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
+    """Opens the set that `path` belongs to: any part, a single file, a directory holding one set, or `directory:QUANT`.
+
+    Raises GGUFProblem: a part is missing, cut short, of another model, no GGUF, of another architecture, or holds
+    a type that cannot be read.
+    """
+    paths = part_paths(path)
+    missing = [p.name for p in paths if not p.is_file()]
+    if missing:
+        raise GGUFProblem(
+            f"{len(missing)} of {len(paths)} parts missing in {paths[0].parent}: {', '.join(missing)}; "
+            "download them into that directory"
+        )
+    readers = [_read_header(p) for p in paths]
+    metadata = [Metadata(reader.fields) for reader in readers]
+    _check_arch(paths[0], metadata[0], arch)
+    _check_split(paths, metadata, [len(reader.infos) for reader in readers])
+    parts: list[Part] = []
+    tensors: dict[str, Tensor] = {}
+    for p, reader in zip(paths, readers, strict=True):
+        parts.append(Part(p, len(reader.infos), reader.data.size, reader.data_offset))
+        for tensor in (_tensor(p, reader, info) for info in reader.infos):
+            if tensor.name in tensors:
+                raise GGUFProblem(
+                    f"tensor {tensor.name} is in both {tensors[tensor.name].part.name} and {p.name}: "
+                    "these are parts of different models; download one complete set"
+                )
+            tensors[tensor.name] = tensor
+        _check_length(p, reader.data.size, [t for t in tensors.values() if t.part == p])
+    return Model(parts, metadata[0], tensors)
+
+
+def fingerprint(model: Model) -> str:
+    """32 hex digits that change when a part's header, size or time does, or the shim's version: a cache key."""
+    digest = hashlib.sha256(__version__.encode())
+    for part in model.parts:
+        stat = part.path.stat()
+        digest.update(f"|{stat.st_size}|{stat.st_mtime_ns}|{part.data_offset}|".encode())
+        with part.path.open("rb") as file:
+            digest.update(file.read(part.data_offset))
+    return digest.hexdigest()[:32]
+
+
+def part_paths(path: str | os.PathLike[str]) -> list[Path]:
+    """Every path of the set, in order, whether or not it exists. Looks at names only."""
+    given = Path(path)
+    directory, colon, quant = os.fspath(path).rpartition(":")
+    if given.is_dir():
+        return _set_in(given, "")
+    if colon and not given.exists() and Path(directory).is_dir():
+        return _set_in(Path(directory), quant)
+    name = PART_NAME.fullmatch(given.name)
+    if name is None:
+        if not given.is_file():
+            raise GGUFProblem(f"{given} does not exist; give a .gguf file, any part of a set, or directory:QUANT")
+        return [given]
+    return [given.with_name(n) for n in _part_names(name["stem"], int(name["count"]))]
+
+
+def _part_names(stem: str, count: int) -> list[str]:
+    return [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+
+def _set_in(directory: Path, quant: str) -> list[Path]:
+    """The one set in a directory, or the one whose name contains `quant`; unsloth keeps each in a folder of its own."""
+    sets: dict[Path, list[Path]] = {}
+    for file in sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")]):
+        name = PART_NAME.fullmatch(file.name)
+        stem = name["stem"] if name else file.stem
+        sets[file.with_name(stem)] = part_paths(file)
+    if not sets:
+        raise GGUFProblem(f"no .gguf file in {directory}; give the path of a part")
+    found = {stem: paths for stem, paths in sets.items() if quant.lower() in stem.name.lower()}
+    exact = {stem: paths for stem, paths in found.items() if stem.name == quant}
+    found = exact or found
+    if len(found) == 1:
+        return next(iter(found.values()))
+    names = ", ".join(stem.name for stem in (found or sets))
+    if not found:
+        raise GGUFProblem(f"no set in {directory} has {quant} in its name; there are: {names}")
+    raise GGUFProblem(f"{len(found)} sets in {directory} match: {names}; choose one as {directory}:NAME")
+
+
+def _read_header(path: Path) -> HeaderReader:
+    if not is_gguf(path):
+        with path.open("rb") as file:
+            start = file.read(4)
+        raise GGUFProblem(f"{path.name} is not a GGUF: it starts with {start!r}, expected {MAGIC!r}; download it again")
+    size = path.stat().st_size
+    try:
+        reader = HeaderReader(path)
+    except EOFError as error:
+        raise GGUFProblem(
+            f"{path.name} is cut short: {size} bytes found, and its header goes on after byte {error.args[0]}; "
+            "download it again"
+        ) from None
+    except (ValueError, KeyError) as error:
+        raise GGUFProblem(f"{path.name} has a header that cannot be read: {error}; download it again") from None
+    if reader.byte_order != "I":
+        raise GGUFProblem(f"{path.name} is big-endian, expected little-endian; convert the model anew")
+    return reader
+
+
+def _check_arch(path: Path, metadata: Metadata, arch: str) -> None:
+    found = metadata.get("general.architecture", "none")
+    if found != arch:
+        raise WrongArchitecture(f"{path.name} is of architecture {found}, expected {arch}; this shim serves GLM-5 only")
+
+
+def _check_split(paths: list[Path], metadata: list[Metadata], counts: list[int]) -> None:
+    """gguf-split gives each part split.no (from 0), split.count and split.tensors.count (of the whole set)."""
+    first = metadata[0]
+    advice = "these are not the parts of one model; download one complete set"
+    for number, (path, own) in enumerate(zip(paths, metadata, strict=True)):
+        said = (own.get("split.no", 0) + 1, own.get("split.count", 1) or 1)
+        if said != (number + 1, len(paths)):
+            raise GGUFProblem(
+                f"{path.name} says it is part {said[0]} of {said[1]}, expected part {number + 1} of {len(paths)}; "
+                "give it back the name it was published under, or download the set again"
+            )
+        for key in own:
+            same_model = key.startswith(("general.", "split.tensors.")) or key.endswith(".block_count")
+            if same_model and own[key] != first.get(key):
+                raise GGUFProblem(f"{path.name} has {key} {own[key]}, {paths[0].name} has {first.get(key)}: {advice}")
+    promised = first.get("split.tensors.count", sum(counts))
+    if promised != sum(counts):
+        raise GGUFProblem(f"{sum(counts)} tensors in {len(paths)} parts, {paths[0].name} promises {promised}: {advice}")
+
+
+def _tensor(path: Path, reader: HeaderReader, info: TensorInfo) -> Tensor:
+    known = {t.value: t for t in (*PLAIN_TYPES, *QUANT_TYPES)}
+    kind = known.get(info.type_number)
+    if kind is None:
+        number = info.type_number
+        name = Type(number).name if number in {t.value for t in Type} else f"number {number}"
+        raise GGUFProblem(
+            f"tensor {info.name} in {path.name} is of type {name}, which is not supported; "
+            "take a quantisation made of Q*_0, Q*_1, Q*_K and IQ* types"
+        )
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    elements = int(np.prod(info.shape, dtype=np.int64))
+    row = info.shape[-1] if info.shape else 1
+    if row % block:
+        raise GGUFProblem(
+            f"tensor {info.name} in {path.name} has rows of {row}, but {kind.name} needs a multiple of {block}; "
+            "download it again"
+        )
+    offset = reader.data_offset + info.offset
+    return Tensor(info.name, info.shape, kind, path, elements // block * block_bytes, offset, reader.data)
+
+
+def _check_length(path: Path, size: int, tensors: list[Tensor]) -> None:
+    expected = max((t.offset + t.nbytes for t in tensors), default=0)
+    if size < expected:
+        raise GGUFProblem(f"{path.name} is cut short: {size} bytes found, {expected} expected; download it again")

@@ -1,0 +1,88 @@
+"""Quantisers for Q4_K, Q5_K and Q6_K, which gguf-py can only undo. For the tiny model, not for a good one.
+
+Block layouts: llama.cpp's ggml-common.h (block_q4_K, block_q5_K, block_q6_K), undone by gguf-py's dequantize_blocks.
+A block is 256 values. The scales are plain min-max or absmax per sub-block; llama.cpp searches for better ones.
+"""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+BLOCK = 256
+
+
+def quantize(values: np.ndarray, kind: Type) -> np.ndarray:
+    """float32 [..., n] -> the bytes of `kind`, uint8 [..., n / block * bytes]; F32 and F16 come back as themselves."""
+    blocks = {Type.Q4_K: q4_k, Type.Q5_K: q5_k, Type.Q6_K: q6_k}.get(kind)
+    if blocks is None:
+        return gguf.quantize(values, kind)
+    if values.shape[-1] % BLOCK:
+        raise ValueError(f"{kind.name} needs rows of a multiple of {BLOCK}, got {values.shape}")
+    packed = blocks(values.astype(np.float32).reshape(-1, BLOCK))
+    return packed.reshape(*values.shape[:-1], -1)
+
+
+def q4_k(x: np.ndarray) -> np.ndarray:
+    """[n, 256] -> [n, 144]: d, dmin (fp16), 12 bytes of 6-bit scales and minima, 128 bytes of 4-bit values."""
+    head, q = _scale_min(x, levels=15)
+    return np.concatenate([head, _nibbles(q)], axis=1)
+
+
+def q5_k(x: np.ndarray) -> np.ndarray:
+    """[n, 256] -> [n, 176]: as Q4_K, with 32 bytes of fifth bits before the low four."""
+    head, q = _scale_min(x, levels=31)
+    fifth = (q >> 4) << np.arange(8, dtype=np.uint8)[None, :, None]
+    high = np.bitwise_or.reduce(fifth, axis=1)
+    return np.concatenate([head, high, _nibbles(q & 15)], axis=1)
+
+
+def q6_k(x: np.ndarray) -> np.ndarray:
+    """[n, 256] -> [n, 210]: low 4 bits (128 bytes), high 2 bits (64), 16 int8 scales, d (fp16)."""
+    n = len(x)
+    sub = x.reshape(n, 16, 16)
+    wanted = np.abs(sub).max(axis=2) / 31
+    d = (wanted.max(axis=1, keepdims=True) / 127).astype(np.float16)
+    scale = np.rint(_divide(wanted, d.astype(np.float32))).clip(0, 127).astype(np.int8)
+    step = d.astype(np.float32) * scale
+    q = (np.rint(_divide(sub, step[:, :, None])).clip(-32, 31) + 32).astype(np.uint8)
+    q = q.reshape(n, 2, 4, 32)  # [half, quarter, 32]: quarters 0 and 1 take the low nibbles, 2 and 3 the high ones
+    low = (q[:, :, :2] & 15) | ((q[:, :, 2:] & 15) << 4)
+    high = np.bitwise_or.reduce((q >> 4) << np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None], axis=2)
+    parts = [low.reshape(n, 128), high.reshape(n, 64), scale.view(np.uint8), d.view(np.uint8)]
+    return np.concatenate(parts, axis=1)
+
+
+def _scale_min(x: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """value = d * scale * q - dmin * minimum, per 32. Returns the first 16 bytes of a block and q [n, 8, 32] uint8."""
+    n = len(x)
+    sub = x.reshape(n, 8, 32)
+    lowest = -np.minimum(sub.min(axis=2), 0)  # a minimum is stored negated and cannot be above zero
+    wanted = (sub.max(axis=2) + lowest).clip(0) / levels
+    d = (wanted.max(axis=1, keepdims=True) / 63).astype(np.float16)
+    dmin = (lowest.max(axis=1, keepdims=True) / 63).astype(np.float16)
+    scale = np.rint(_divide(wanted, d.astype(np.float32))).clip(0, 63).astype(np.uint8)
+    minimum = np.rint(_divide(lowest, dmin.astype(np.float32))).clip(0, 63).astype(np.uint8)
+    step = d.astype(np.float32) * scale
+    offset = dmin.astype(np.float32) * minimum
+    q = np.rint(_divide(sub + offset[:, :, None], step[:, :, None])).clip(0, levels).astype(np.uint8)
+    six_bits = [
+        scale[:, :4] | ((scale[:, 4:] >> 4) << 6),
+        minimum[:, :4] | ((minimum[:, 4:] >> 4) << 6),
+        (scale[:, 4:] & 15) | ((minimum[:, 4:] & 15) << 4),
+    ]
+    return np.concatenate([d.view(np.uint8), dmin.view(np.uint8), *six_bits], axis=1), q
+
+
+def _nibbles(q: np.ndarray) -> np.ndarray:
+    """[n, 8, 32] -> [n, 128]: sub-blocks 2i in the low nibbles, 2i + 1 in the high ones."""
+    packed: np.ndarray = q[:, 0::2] | (q[:, 1::2] << 4)
+    return packed.reshape(len(q), 128)
+
+
+def _divide(values: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """values / by, and 0 where `by` is 0 (a block of zeros)."""
+    quotient = np.zeros(np.broadcast_shapes(values.shape, by.shape), np.float32)
+    np.divide(values, by, out=quotient, where=by != 0)
+    return quotient

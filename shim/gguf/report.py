@@ -1,0 +1,100 @@
+"""What vLLM will be told of a GGUF, as one JSON object: the answer of `glm5-shim gguf`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from shim.gguf.config import hf_config
+from shim.gguf.files import PLAIN_TYPES, Model, Tensor
+from shim.gguf.names import find_row, mapped, missing, split_name, unmapped, wrong_shapes
+
+# Every rank holds all of these; everything else is cut into as many pieces as there are ranks.
+REPLICATED = ("norm", "ffn_gate_inp", "exp_probs_b", "indexer.", "attn_q_a.", "attn_kv_a_mqa.", "nextn.eh_proj")
+# These are rebuilt or fused with an unquantised layer, so vLLM holds them as bf16 whatever their type in the file.
+AS_BF16 = ("attn_k_b.", "attn_v_b.", "attn_kv_b.", "indexer.attn_k.", "indexer.proj.")
+# Layers that vLLM fuses into one: all quantised or none.
+FUSED = (
+    ("attn_q_a", "attn_kv_a_mqa"),
+    ("ffn_gate", "ffn_up"),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+)
+
+
+def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
+    """The JSON object of DESIGN.md, section 5.
+
+    memory: weights only, without KV cache and activations. `weights_bytes` is what one GPU would hold without
+    speculative decoding, `nextn_bytes` what that adds. Per GPU: replicated tensors (norms, router, indexer, q_a,
+    kv_a) in full, the others divided by the number of GPUs; kv_b and the indexer's wk and weights_proj count as bf16.
+    """
+    config = hf_config(model)
+    main, extra = _by_block(model, config["num_hidden_layers"])
+    lost, absent = unmapped(model, config), missing(model, config)
+    return {
+        "arch": model.metadata["general.architecture"],
+        "name": model.metadata.get("general.name"),
+        "config": config,
+        "parts": [{"path": str(p.path), "tensors": p.tensors, "bytes": p.bytes} for p in model.parts],
+        "quant_types": dict(Counter(t.type.name for t in model.tensors.values()).most_common()),
+        "tensors": {"mapped": len(mapped(model, config)), "unmapped": lost, "missing": absent},
+        "memory": {
+            "weights_bytes": sum(map(_bytes, main)),
+            "nextn_bytes": sum(map(_bytes, extra)),
+            "per_gpu": {str(ranks): sum(_bytes_per_rank(t, ranks) for t in main) for ranks in tp},
+        },
+        "problems": [
+            *(f"tensor {name} has no place in GLM-5" for name in lost),
+            *(f"tensor {name} is missing" for name in absent),
+            *wrong_shapes(model, config),
+            *_mixed_types(model, config),
+        ],
+    }
+
+
+def _by_block(model: Model, n_layers: int) -> tuple[list[Tensor], list[Tensor]]:
+    main: list[Tensor] = []
+    extra: list[Tensor] = []
+    for tensor in model.tensors.values():
+        layer, _ = split_name(tensor.name)
+        (main if layer is None or layer < n_layers else extra).append(tensor)
+    return main, extra
+
+
+def _bytes(tensor: Tensor) -> int:
+    _, rest = split_name(tensor.name)
+    if not rest.startswith(AS_BF16):
+        return tensor.nbytes
+    size = 2
+    for length in tensor.shape:
+        size *= length
+    return size
+
+
+def _bytes_per_rank(tensor: Tensor, ranks: int) -> int:
+    _, rest = split_name(tensor.name)
+    whole = rest.startswith(REPLICATED) or "norm" in rest
+    return _bytes(tensor) if whole else -(-_bytes(tensor) // ranks)
+
+
+def _mixed_types(model: Model, config: dict[str, Any]) -> list[str]:
+    """Combinations of types that vLLM's quantised layers cannot hold."""
+    lines = []
+    layers = config["num_hidden_layers"], config["num_nextn_predict_layers"]
+    for layer in range(sum(layers)):
+        found = {
+            rest.removesuffix(".weight"): model.tensors[name].type
+            for rest in ("ffn_gate_exps.weight", "ffn_up_exps.weight", *(f"{n}.weight" for pair in FUSED for n in pair))
+            if (name := f"blk.{layer}.{rest}") in model.tensors and find_row(name, *layers)
+        }
+        gate, up = found.get("ffn_gate_exps"), found.get("ffn_up_exps")
+        if gate != up and gate is not None and up is not None:
+            lines.append(f"blk.{layer}: experts' gate is {gate.name} and up is {up.name}; vLLM keeps one type for both")
+        for first, second in FUSED:
+            if first in found and second in found and len({found[n] in PLAIN_TYPES for n in (first, second)}) == 2:
+                lines.append(
+                    f"blk.{layer}: {first} is {found[first].name} and {second} is {found[second].name}; "
+                    "vLLM fuses them, so both must be quantised or neither"
+                )
+    return lines

@@ -1,0 +1,1 @@
+"""One folder per op. Nothing here knows of vLLM or of the patches."""

@@ -1,0 +1,1 @@
+"""Scores of the DSA indexer: which tokens a query should attend to."""

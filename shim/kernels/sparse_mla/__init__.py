@@ -1,0 +1,1 @@
+"""Attention of a few chosen tokens over the latent (MLA) cache."""

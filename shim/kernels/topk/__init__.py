@@ -1,0 +1,1 @@
+"""The k best columns of each row."""

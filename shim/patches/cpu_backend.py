@@ -1,0 +1,112 @@
+"""CpuPlatform: choose our backend for GLM-5, and leave its scheduler settings alone.
+
+Target:  vllm.platforms.cpu
+Symptom: "NotImplementedError: Sparse Attention is not supported on CPU."; and for every MLA model on a CPU without AMX
+         chunked prefill and prefix caching go off, max_num_batched_tokens up, and blocks hold 16 tokens, not our 64.
+How:     `get_attn_backend_cls` answers our class path for sparse MLA of GLM-5; `check_and_update_config` runs as it is,
+         then the user's settings are put back and torch.compile is off. Every process with the config does it again.
+Delete:  when CpuPlatform accepts sparse MLA for glm_moe_dsa.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from shim import ledger, upstream
+from shim.patch import Patch, Verdict
+
+NAME = "cpu_backend"
+CHOICE = "CpuPlatform.get_attn_backend_cls"
+UPDATE = "CpuPlatform.check_and_update_config"
+BACKEND = "shim.attention.backend.ReferenceMLASparseBackend"
+BLOCK_SIZE = 64
+# what upstream logs about settings that we put back
+NOT_SO = ("forcing chunked prefill and prefix caching to be disabled", "CPU MLA backend requires block_size=16")
+
+
+def probe(module: ModuleType) -> Verdict:
+    problem = upstream.signature_problem(
+        module, CHOICE, ["cls", "selected_backend", "attn_selector_config", "num_heads"]
+    ) or upstream.signature_problem(module, UPDATE, ["cls", "vllm_config"])
+    return Verdict.unknown(problem) if problem else Verdict.apply()
+
+
+def apply(module: ModuleType) -> dict[str, Any]:
+    choose = upstream.raw(module, CHOICE).__func__
+    update = upstream.raw(module, UPDATE).__func__
+
+    def get_attn_backend_cls(
+        cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> Any:
+        from vllm.config import get_current_vllm_config_or_none
+
+        if attn_selector_config.use_sparse and attn_selector_config.use_mla:
+            config = get_current_vllm_config_or_none()
+            if config is not None and _serves_glm5(config):
+                ledger.used(NAME)
+                module.logger.info("Using %s for GLM-5 on the CPU.", BACKEND)
+                return BACKEND
+        return choose(cls, selected_backend, attn_selector_config, num_heads)
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        if not _serves_glm5(vllm_config):
+            ledger.idle(NAME, _why_not(vllm_config))
+            update(cls, vllm_config)
+            return
+        from vllm.config import CompilationMode
+
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        chunked = scheduler.enable_chunked_prefill
+        max_tokens = scheduler.max_num_batched_tokens
+        prefix = cache.enable_prefix_caching
+        with _without(module.logger, NOT_SO):
+            update(cls, vllm_config)
+        scheduler.enable_chunked_prefill = chunked
+        scheduler.max_num_batched_tokens = max_tokens
+        cache.enable_prefix_caching = prefix
+        cache.block_size = BLOCK_SIZE
+        # the reference kernels loop in Python; dynamo cannot trace that, and would try up to 0.28
+        vllm_config.compilation_config.mode = CompilationMode.NONE
+        ledger.used(NAME)
+
+    return {CHOICE: classmethod(get_attn_backend_cls), UPDATE: classmethod(check_and_update_config)}
+
+
+def _serves_glm5(vllm_config: Any) -> bool:
+    model = vllm_config.model_config
+    return model is not None and upstream.is_glm5(model.hf_config)
+
+
+def _why_not(vllm_config: Any) -> str:
+    model = vllm_config.model_config
+    return f"model_type {getattr(model and model.hf_config, 'model_type', None)!r} is not {upstream.GLM5}"
+
+
+@contextmanager
+def _without(logger: logging.Logger, phrases: tuple[str, ...]) -> Iterator[None]:
+    """Keeps messages that contain one of `phrases` out of the log."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not any(phrase in record.getMessage() for phrase in phrases)
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+PATCH = Patch(
+    name=NAME,
+    target="vllm.platforms.cpu",
+    why="vLLM refuses sparse attention on a CPU, and switches chunked prefill and prefix caching off for MLA",
+    upstream="none; delete when CpuPlatform accepts sparse MLA for glm_moe_dsa",
+    tested="0.28.0, 0.32.0",
+    probe=probe,
+    apply=apply,
+    replaces=(CHOICE, UPDATE),
+)

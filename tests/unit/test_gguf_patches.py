@@ -1,0 +1,192 @@
+"""gguf_engine_args and gguf_loader on stand-ins with vLLM's signatures, and real GGUF files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from shim import ledger
+from shim.gguf.files import GGUFProblem
+from shim.latch import ShimError
+from shim.patch import State
+from shim.patches import gguf_engine_args, gguf_loader
+
+
+def engine_args(*, without: str = ""):
+    fields = [
+        ("model", str, "m"),
+        ("model_weights", str, ""),
+        ("load_format", str, "auto"),
+        ("served_model_name", object, None),
+    ]
+    fields += [("hf_config_path", object, None), ("tokenizer", object, None)]
+
+    def __post_init__(self):
+        self.seen_by_vllm = self.model
+
+    return dataclasses.make_dataclass(
+        "EngineArgs", [f for f in fields if f[0] != without], namespace={"__post_init__": __post_init__}
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("GLM5_SHIM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def args(stub, switch_on):
+    module = stub(gguf_engine_args.PATCH, EngineArgs=engine_args())
+    switch_on(gguf_engine_args.PATCH)
+    return module.EngineArgs
+
+
+def entry(name: str) -> dict:
+    return next(e for e in ledger.entries() if e["name"] == name)
+
+
+@pytest.mark.parametrize("part", [1, 3])
+def test_any_part_becomes_a_directory_and_weights(args, tiny, cache, part):
+    named = tiny.with_name(tiny.name.replace("-00001-", f"-0000{part}-"))
+    made = args(model=str(named))
+    assert Path(made.model).parent == cache
+    assert made.seen_by_vllm == made.model
+    assert made.model_weights == str(tiny)
+    assert made.load_format == "glm5_gguf"
+    assert made.served_model_name == [str(named)]
+    assert json.loads((Path(made.model) / "config.json").read_text())["model_type"] == "glm_moe_dsa"
+    assert (Path(made.model) / "tokenizer.json").exists()
+    assert entry("gguf_engine_args")["used"]
+
+
+def test_what_the_user_said_stays(args, tiny):
+    made = args(
+        model=str(tiny), served_model_name="glm", tokenizer="/theirs", hf_config_path="/config", load_format="dummy"
+    )
+    assert (made.served_model_name, made.tokenizer, made.hf_config_path, made.load_format) == (
+        "glm",
+        "/theirs",
+        "/config",
+        "dummy",
+    )
+
+
+def test_other_models_are_not_touched(args, tmp_path):
+    made = args(model="org/name", load_format="safetensors")
+    assert (made.model, made.model_weights, made.load_format, made.served_model_name) == (
+        "org/name",
+        "",
+        "safetensors",
+        None,
+    )
+    assert "org/name is not a GGUF" in entry("gguf_engine_args")["idle"]
+
+
+def test_a_missing_part_is_named(args, tiny, tmp_path):
+    for part in tiny.parent.glob("*.gguf"):
+        (tmp_path / part.name).symlink_to(part)
+    (tmp_path / tiny.name.replace("-00001-", "-00002-")).unlink()
+    with pytest.raises(GGUFProblem, match="-00002-of-00004.gguf"):
+        args(model=str(tmp_path / tiny.name))
+
+
+def test_engine_args_off_by_skip(stub, switch_on, tiny):
+    module = stub(gguf_engine_args.PATCH, EngineArgs=engine_args())
+    switch_on(gguf_engine_args.PATCH, skip=frozenset({"gguf_engine_args"}))
+    assert module.EngineArgs(model=str(tiny)).model == str(tiny)
+
+
+def test_engine_args_without_a_field(stub, switch_on):
+    stub(gguf_engine_args.PATCH, EngineArgs=engine_args(without="model_weights"))
+    with pytest.raises(ShimError, match="EngineArgs has no field model_weights"):
+        switch_on(gguf_engine_args.PATCH)
+
+
+class BaseModelLoader:
+    def __init__(self, load_config):
+        self.load_config = load_config
+
+    def download_model(self, model_config):
+        raise NotImplementedError
+
+    def load_weights(self, model, model_config):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def loaders(stub):
+    table = {}
+
+    def register_model_loader(load_format):
+        return lambda cls: table.setdefault(load_format, cls)
+
+    return stub(
+        gguf_loader.PATCH,
+        BaseModelLoader=BaseModelLoader,
+        register_model_loader=register_model_loader,
+        get_model_loader=lambda load_config: table[load_config.load_format](load_config),
+        table=table,
+    )
+
+
+class Model:
+    """Takes what it is given, and has one parameter more if asked."""
+
+    def __init__(self, more=()):
+        self.got = {}
+        self.more = more
+
+    def load_weights(self, weights):
+        self.got = {name: tuple(tensor.shape) for name, tensor in weights}
+        return set(self.got)
+
+    def named_parameters(self):
+        return [(name, None) for name in (*self.got, *self.more)]
+
+
+def test_the_loader_is_vllms_kind_and_fills_the_model(loaders, switch_on, tiny):
+    from types import SimpleNamespace
+
+    switch_on(gguf_loader.PATCH)
+    loader = loaders.get_model_loader(SimpleNamespace(load_format="glm5_gguf"))
+    assert isinstance(loader, BaseModelLoader)
+    model = Model()
+    loader.load_weights(model, SimpleNamespace(model_weights=str(tiny)))
+    assert model.got["model.layers.0.self_attn.kv_b_proj.weight"] == (8 * (192 + 256), 512)
+    assert model.got["model.layers.1.mlp.experts.7.down_proj.weight"] == (256, 128) or len(model.got) > 100
+    assert not any(name.startswith("model.layers.4.") for name in model.got)  # the NextN block
+    assert entry("gguf_loader")["used"]
+
+
+def test_a_parameter_without_a_weight_is_an_error(loaders, switch_on, tiny):
+    with pytest.raises(GGUFProblem, match="1 parameters of the model are not set by the file: lm_head.extra"):
+        gguf_loader.load(Model(more=("lm_head.extra",)), str(tiny))
+
+
+def test_loader_off_by_skip(loaders, switch_on):
+    switch_on(gguf_loader.PATCH, skip=frozenset({"gguf_loader"}))
+    assert loaders.table == {}
+
+
+def test_loader_unknown_signature(stub, switch_on):
+    stub(gguf_loader.PATCH, BaseModelLoader=BaseModelLoader, register_model_loader=lambda name, cls: cls)
+    with pytest.raises(ShimError, match=r"register_model_loader takes \(name, cls\), expected \(load_format\)"):
+        switch_on(gguf_loader.PATCH)
+
+
+def test_a_registration_that_did_not_take_is_found(loaders, switch_on):
+    loaders.get_model_loader = lambda load_config: BaseModelLoader(load_config)
+    with pytest.raises(ShimError, match="load format glm5_gguf gives BaseModelLoader"):
+        switch_on(gguf_loader.PATCH)
+
+
+def test_a_second_activation_registers_once(loaders, switch_on):
+    engine = switch_on(gguf_loader.PATCH)
+    first = loaders.table["glm5_gguf"]
+    engine.arm()
+    assert loaders.table["glm5_gguf"] is first
+    assert engine.records["gguf_loader"].state is State.APPLIED
