@@ -1,7 +1,7 @@
 """The way in of glm5-shim: Python's `site` runs this file in every interpreter that has its directory on PYTHONPATH.
 
-First the sitecustomize that this one shadows, as if we were not here; then the shim, if it is wanted and vLLM is installed.
-Standard library only, nothing on stdout, and no exception leaves this file.
+First the sitecustomize that this one shadows, as if we were not here; then the shim, if it is wanted and vLLM is
+installed. Standard library only, nothing on stdout, and no exception leaves this file.
 """
 
 import os

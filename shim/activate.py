@@ -18,9 +18,9 @@ _done = False
 def activate() -> None:
     """Switches the shim on in this process; a second call changes nothing.
 
-    Where that cannot be done (a variable without sense, a broken install), this Python goes on, but importing vLLM in it
-    raises `ShimError`: GLM-5 must not run half patched. A required patch that fails on a module that is loaded already
-    raises at once.
+    Where that cannot be done (a variable without sense, a broken install), this Python goes on, but importing vLLM
+    in it raises `ShimError`: GLM-5 must not run half patched. A required patch that fails on a module that is loaded
+    already raises at once.
     """
     global _engine, _done
     if _done or env.off():

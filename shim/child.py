@@ -51,8 +51,8 @@ def patch_table() -> dict[str, Any]:
 
 
 def child_ledger(targets: list[str]) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """The ledger of a child that imported `targets` under `wrap`'s environment (None if it wrote none), and the error of
-    each target that could not be imported."""
+    """The ledger of a child that imported `targets` under `wrap`'s environment (None if it wrote none), and the
+    error of each target that could not be imported."""
     with tempfile.TemporaryDirectory() as state:
         env = environment(os.environ) | {"GLM5_SHIM_STATE_DIR": state}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files importing vLLM takes a minute

@@ -129,9 +129,8 @@ def _columns(rows: list[tuple[str, ...]]) -> None:
 
 def _print_gguf(found: dict[str, Any]) -> None:
     config, memory, tensors = found["config"], found["memory"], found["tensors"]
-    click.echo(
-        f"{found['arch']}: {config['num_hidden_layers']} layers, {config['num_attention_heads']} heads, top-k {config['index_topk']}"
-    )
+    layers, heads, topk = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "index_topk"))
+    click.echo(f"{found['arch']}: {layers} layers, {heads} heads, top-k {topk}")
     _columns([(p["path"], f"{p['tensors']} tensors", f"{p['bytes']:,} bytes") for p in found["parts"]])
     click.echo("quant types: " + ", ".join(f"{name} x {count}" for name, count in found["quant_types"].items()))
     click.echo(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -136,15 +135,7 @@ def check_bytecode() -> Finding:
     return Finding("ok", "bytecode is cached")
 
 
-def check_python() -> Finding:
-    """Is this Python one that vLLM has wheels for?"""
-    if sys.version_info < (3, 10):
-        return Finding("problem", f"Python {platform.python_version()}, expected 3.10 or newer", "use Python 3.11")
-    return Finding("ok", f"Python {platform.python_version()}")
-
-
 CHECKS: dict[str, Callable[[], Finding]] = {
-    "python": check_python,
     "vllm": check_vllm,
     "environment": check_environment,
     "import_name": check_import_name,

@@ -4,8 +4,8 @@ wrapt supplies the import hooks, and resolves and sets attributes. Its function 
 skips them without a word and runs the unpatched function.
 
 A required patch that does not take stops the process: `ShimError` out of the import of its target, again on every retry
-(the latch: wrapt forgets a hook once it ran, so a second import would go through unpatched), and at the closing gate that
-each worker passes before it serves.
+(the latch: wrapt forgets a hook once it ran, so a second import would go through unpatched), and at the closing gate
+that each worker passes before it serves.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Engine:
         return f"{__version__}+{hashlib.sha256(','.join(names).encode()).hexdigest()[:12]}"
 
     def arm(self) -> None:
-        """Registers one import hook per target. Targets that are loaded already are patched now, or found to be late."""
+        """Registers one import hook per target. Targets that are loaded already are patched now, or found to be
+        late."""
         for target in dict.fromkeys(r.patch.target for r in self.records.values() if r.state is State.WAITING):
             module = sys.modules.get(target)
             if module is not None and getattr(module.__spec__, "_initializing", False):

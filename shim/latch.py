@@ -15,7 +15,7 @@ class Latch:
 
     def __init__(self) -> None:
         self.refused: dict[str, ShimError] = {}
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name in self.refused:

@@ -1,5 +1,5 @@
-"""Looks at the command line of a vLLM process before anything heavy is imported: a GGUF that cannot be served should cost
-a second, not the minute that vLLM takes to come to the same end."""
+"""Looks at the command line of a vLLM process before anything heavy is imported: a GGUF that cannot be served should
+cost a second, not the minute that vLLM takes to come to the same end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def check_command_line(argv: list[str]) -> None:
 
 
 def gguf_argument(argv: list[str]) -> str | None:
-    """The GGUF that a `vllm` command line names, or None. Both `vllm serve X` and `python -m vllm... --model=X` count."""
+    """The GGUF that a `vllm` command line names, or None. Both `vllm serve X` and `python -m vllm... --model=X`
+    count."""
     starts_vllm = any(os.path.basename(a) == "vllm" or a.startswith("vllm.entrypoints") for a in argv[:4])
     if not starts_vllm:
         return None

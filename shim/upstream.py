@@ -12,7 +12,8 @@ GLM5 = "glm_moe_dsa"  # the model_type of GLM-5, 5.1 and 5.2
 
 
 def raw(module: ModuleType, symbol: str) -> Any:
-    """The object stored under `symbol` ("f" or "Class.f"), unbound: a classmethod stays one. AttributeError if absent."""
+    """The object stored under `symbol` ("f" or "Class.f"), unbound: a classmethod stays one. AttributeError if
+    absent."""
     owner: Any = module
     *path, last = symbol.split(".")
     for name in path:
@@ -27,8 +28,8 @@ def parameters(module: ModuleType, symbol: str) -> list[str] | None:
     except AttributeError:
         return None
     function = getattr(found, "__func__", found)
-    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return [marks.get(p.kind, "") + p.name for p in inspect.signature(function).parameters.values()]
+    marks = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
+    return [marks.get(p.kind.name, "") + p.name for p in inspect.signature(function).parameters.values()]
 
 
 def signature_problem(module: ModuleType, symbol: str, *expected: list[str]) -> str | None:

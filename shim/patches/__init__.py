@@ -1,4 +1,5 @@
-"""The ledger: every patch, in the order in which patches of one target are applied. Reading it = knowing what the shim does.
+"""The ledger: every patch, in the order in which patches of one target are applied. Reading it = knowing what the
+shim does.
 
 One file, one PATCH, one off-switch (its name in GLM5_SHIM_SKIP). Order across targets is the order of vLLM's imports.
 """

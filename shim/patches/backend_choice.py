@@ -1,10 +1,10 @@
 """Target: vllm.platforms.cuda._get_backend_priorities
 
-Why:    for sparse MLA on capability 12.x vLLM offers nothing up to 0.23 ("No valid attention backend found"), and from 0.24
-        on one backend with reported hangs under load.
+Why:    for sparse MLA on capability 12.x vLLM offers nothing up to 0.23 ("No valid attention backend found"), and
+        from 0.24 on one backend with reported hangs under load.
 How:    TRITON_MLA_SPARSE goes first in the MLA list where the capability is 12.x, or is assumed to be
-        (GLM5_SHIM_ASSUME_CAPABILITY). For dense MLA it changes nothing: the backend says that it is sparse only, and vLLM
-        goes on to the next in line.
+        (GLM5_SHIM_ASSUME_CAPABILITY). For dense MLA it changes nothing: the backend says that it is sparse only, and
+        vLLM goes on to the next in line.
 Delete: with backend_member.
 """
 

@@ -1,9 +1,9 @@
 """Target: vllm.v1.attention.backends.registry.AttentionBackendEnum
 
-Why:    the enum of attention backends is closed up to 0.31, and `--attention-backend TRITON_MLA_SPARSE`, logs, configs and
-        pickled configs all go through it.
-How:    adds a real member, by vLLM's own `register` where there is one (0.32 and later), else by the same steps. CUSTOM is
-        left alone: it may be a plugin's, and logs would say CUSTOM.
+Why:    the enum of attention backends is closed up to 0.31, and `--attention-backend TRITON_MLA_SPARSE`, logs,
+        configs and pickled configs all go through it.
+How:    adds a real member, by vLLM's own `register` where there is one (0.32 and later), else by the same steps.
+        CUSTOM is left alone: it may be a plugin's, and logs would say CUSTOM.
 Delete: when vLLM ships a TRITON_MLA_SPARSE that works on 12.x (vllm#38476, vllm#47629).
 """
 

@@ -1,9 +1,9 @@
 """Target: vllm.v1.worker.worker_base.WorkerWrapperBase.initialize_from_config
 
-Why:    an import error swallowed upstream, or a plugin that replaces our function with its own, would let a worker answer
-        with GLM-5 half patched: fluent nonsense.
-How:    every worker of every executor calls this once, after the model is loaded and before it serves. For GLM-5 the engine
-        then checks that each required patch whose target is loaded is in force, and raises otherwise.
+Why:    an import error swallowed upstream, or a plugin that replaces our function with its own, would let a worker
+        answer with GLM-5 half patched: fluent nonsense.
+How:    every worker of every executor calls this once, after the model is loaded and before it serves. For GLM-5 the
+        engine then checks that each required patch whose target is loaded is in force, and raises otherwise.
 Delete: never; it is the shim's own safety.
 """
 

@@ -2,10 +2,11 @@
 
 Why:    vLLM cannot make a config or a tokenizer from a glm-dsa GGUF, and the plugin's config parser wants a config.json
         beside it.
-How:    before vLLM looks at it, a glm-dsa GGUF becomes a Hugging Face directory (config, generation config, tokenizer, chat
-        template, all from the GGUF's metadata, in a cache keyed by content) plus the GGUF as weights and the shim's load
-        format. So no config parser, speculators probe or tokenizer needs a patch, and only plain data crosses to workers.
-        What the user set (--tokenizer, --hf-config-path, --served-model-name, --load-format) stays.
+How:    before vLLM looks at it, a glm-dsa GGUF becomes a Hugging Face directory (config, generation config,
+        tokenizer, chat template, all from the GGUF's metadata, in a cache keyed by content) plus the GGUF as weights
+        and the shim's load format. So no config parser, speculators probe or tokenizer needs a patch, and only plain
+        data crosses to workers. What the user set (--tokenizer, --hf-config-path, --served-model-name,
+        --load-format) stays.
 Delete: when vLLM, or its GGUF plugin, builds glm-dsa's config and tokenizer from the file.
 """
 
@@ -45,7 +46,8 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 
 def serve_gguf(engine_args: Any) -> None:
-    """Rewrites `engine_args` in place if its model is a glm-dsa GGUF. GGUFProblem if it is one that cannot be served."""
+    """Rewrites `engine_args` in place if its model is a glm-dsa GGUF. GGUFProblem if it is one that cannot be
+    served."""
     from shim.gguf.directory import hf_directory
     from shim.gguf.files import WrongArchitecture, names_gguf, open_model
     from shim.gguf.names import require_complete

@@ -1,9 +1,9 @@
 """Target: vllm.model_executor.model_loader
 
-Why:    no loader of vLLM, nor its GGUF plugin's, knows glm-dsa: kv_b_proj is split in two and transposed, the indexer must be
-        dequantised, experts are stacked.
-How:    a load format of our own, registered by vLLM's public `register_model_loader`. Every tensor is dequantised while it
-        is read; a parameter that the file did not set is an error, never a random weight.
+Why:    no loader of vLLM, nor its GGUF plugin's, knows glm-dsa: kv_b_proj is split in two and transposed, the
+        indexer must be dequantised, experts are stacked.
+How:    a load format of our own, registered by vLLM's public `register_model_loader`. Every tensor is dequantised
+        while it is read; a parameter that the file did not set is an error, never a random weight.
 Delete: when the plugin loads glm-dsa.
 """
 
@@ -27,7 +27,7 @@ def probe(module: ModuleType) -> Verdict:
 
 
 def apply(module: ModuleType) -> dict[str, Any]:
-    class Glm5GGUFLoader(module.BaseModelLoader):  # type: ignore[name-defined]
+    class Glm5GGUFLoader(module.BaseModelLoader):  # type: ignore[misc, name-defined]
         """Loads a glm-dsa GGUF, dequantised, into vLLM's own model class."""
 
         def download_model(self, model_config: Any) -> None:

@@ -2,9 +2,9 @@
 
 Why:    a worker that was started without the shim (PYTHONPATH lost on the way) has no gate of ours in it; and compiled
         graphs of a shimmed run must not be reused by a plain one.
-How:    for GLM-5 the engine config carries a seal, a string with the shim's version and patch set, in `additional_config`,
-        which vLLM hashes into its compile-cache key and pickles to each engine core and worker. Unpickling the seal calls
-        `unseal`, which raises where the shim is not on, or not the same one.
+How:    for GLM-5 the engine config carries a seal, a string with the shim's version and patch set, in
+        `additional_config`, which vLLM hashes into its compile-cache key and pickles to each engine core and worker.
+        Unpickling the seal calls `unseal`, which raises where the shim is not on, or not the same one.
 Delete: never; it is the shim's own safety.
 """
 

@@ -1,7 +1,7 @@
 """Real wheels as the contract: their own .py files, imported in a child process with the shim on.
 
-`vllm` wheels for CUDA do not run here, but their Python does once the compiled modules have stand-ins: everything that the
-patches look at and replace is vLLM's own, unmodified.
+`vllm` wheels for CUDA do not run here, but their Python does once the compiled modules have stand-ins: everything
+that the patches look at and replace is vLLM's own, unmodified.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def sources(version: str) -> Path:
 
 @pytest.fixture(scope="session")
 def child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
-    """`child(code, wheel=None, **env)`: runs `code` with the shim on, on the installed vLLM or on a GPU wheel's sources;
-    returns what it passes to `say(...)`."""
+    """`child(code, wheel=None, **env)`: runs `code` with the shim on, on the installed vLLM or on a GPU wheel's
+    sources; returns what it passes to `say(...)`."""
 
     def run(code: str, wheel: str | None = None, **env: str) -> object:
         tmp_path = tmp_path_factory.mktemp("child")

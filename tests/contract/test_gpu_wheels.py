@@ -16,7 +16,8 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.config.attention import AttentionConfig
 
 def names(*capability, use_mla=True):
-    return [b.name for b in cuda._get_backend_priorities(use_mla=use_mla, device_capability=DeviceCapability(*capability))]
+    capability = DeviceCapability(*capability)
+    return [b.name for b in cuda._get_backend_priorities(use_mla=use_mla, device_capability=capability)]
 
 def attempt(function, *args, **kwargs):
     try:
@@ -26,7 +27,8 @@ def attempt(function, *args, **kwargs):
 
 fields = dict(head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False)
 def choose(use_sparse):
-    return attempt(cuda.CudaPlatformBase.get_attn_backend_cls, None, AttentionSelectorConfig(**fields, use_sparse=use_sparse))
+    config = AttentionSelectorConfig(**fields, use_sparse=use_sparse)
+    return attempt(cuda.CudaPlatformBase.get_attn_backend_cls, None, config)
 
 cuda.CudaPlatformBase.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(12, 0))
 found = {
@@ -49,7 +51,7 @@ say(found)
 
 @pytest.fixture(scope="module", params=WHEELS)
 def looks(request, child):
-    # The CPU wheel lies beside these sources in the test's environment; without cpu_packaging its metadata does not count.
+    # The CPU wheel lies beside these sources; without cpu_packaging its metadata does not count.
     shim = child(LOOK, request.param, GLM5_SHIM_SKIP="cpu_packaging")
     stock = child(LOOK, request.param, GLM5_SHIM_SKIP="cpu_packaging,backend_choice,backend_member")
     return shim, stock

@@ -1,6 +1,7 @@
 """The real engine of the CPU wheel, in child processes, on GGUF files that the tests write themselves.
 
-GLM5_SHIM_ORACLE may name a directory with another GLM-5 GGUF and answers computed elsewhere; test_oracle.py then judges by those.
+GLM5_SHIM_ORACLE may name a directory with another GLM-5 GGUF and answers computed elsewhere; test_oracle.py then
+judges by those.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def server_env(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def ask_engine(tmp_path_factory) -> Callable[..., Answers]:
-    """`ask_engine(model, jobs, shim=True, path=(), **engine)`: what engine_probe.py found; its ledgers are in ["ledgers"]."""
+    """`ask_engine(model, jobs, shim=True, path=(), **engine)`: what engine_probe.py found; its ledgers are in
+    ["ledgers"]."""
 
     def run(
         model: Path, jobs: list[dict], *, shim: bool = True, path: tuple[Path, ...] = (), **engine: object

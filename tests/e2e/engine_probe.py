@@ -1,8 +1,8 @@
-"""Run in a child process: one vLLM engine, in-process, answers a list of jobs given as JSON on argv; results go to an npz.
+"""Run in a child process: one vLLM engine, in-process, answers a list of jobs given as JSON; results go to an npz.
 
-A job is {"name", "prompts": [[token ids]], "max_tokens", "teacher": bool, "fresh": bool}. With `teacher` the log-probabilities of
-the whole vocabulary at every prompt position are kept ([T-1, vocab], of the tokens 1 to T-1), else those of the generated
-tokens ([max_tokens, vocab]).
+A job is {"name", "prompts": [[token ids]], "max_tokens", "teacher": bool, "fresh": bool}. With `teacher` the
+log-probabilities of the whole vocabulary at every prompt position are kept ([T-1, vocab], of the tokens 1 to T-1), else
+those of the generated tokens ([max_tokens, vocab]).
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ from __future__ import annotations
 import json
 import sys
 
-for _name in (
-    "torchvision",
-    "torchaudio",
-    "torchcodec",
-):  # the shim does this too; without it the stock wheel cannot start
-    sys.modules.setdefault(_name, None)
-
 import numpy as np
+
+for _name in ("torchvision", "torchaudio", "torchcodec"):  # as the shim does: the stock wheel cannot start otherwise
+    sys.modules.setdefault(_name, None)
 
 
 def rows(entries, vocab: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """GLM-5 from a GGUF on the CPU wheel against transformers in fp32 on the same, dequantised, weights.
 
-Judged by teacher-forced KL and argmax: in a random model greedy tokens amplify rounding, except where both sides are fp32.
+Judged by teacher-forced KL and argmax: in a random model greedy tokens amplify rounding, except where both sides are
+fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def dense(tiny, tokens) -> np.ndarray:
 
 
 def judge(answers, reference) -> tuple[float, float]:
-    """KL(reference || engine) and argmax agreement over all positions but the last, whose answer is the first new token."""
+    """KL(reference || engine) and argmax agreement over all positions but the last, whose answer is the first new
+    token."""
     return kl(reference[:-1], answers["teacher/0"]), argmax_agreement(reference[:-1], answers["teacher/0"])
 
 

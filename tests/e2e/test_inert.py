@@ -1,4 +1,5 @@
-"""Models that are not GLM-5: bit-equal logits with the shim on and off, and a ledger that says why each patch stood aside."""
+"""Models that are not GLM-5: bit-equal logits with the shim on and off, and a ledger that says why each patch stood
+aside."""
 
 from __future__ import annotations
 

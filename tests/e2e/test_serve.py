@@ -1,4 +1,5 @@
-"""The real server, by its real command line: with PYTHONPATH alone, through the demo, and on files that cannot be served."""
+"""The real server, by its real command line: with PYTHONPATH alone, through the demo, and on files that cannot be
+served."""
 
 from __future__ import annotations
 

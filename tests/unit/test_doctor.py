@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from shim import doctor
 from shim.cli import main
 
-QUICK = ("python", "environment", "import_name", "directories", "compiler", "bytecode")
+QUICK = ("environment", "import_name", "directories", "compiler", "bytecode")
 
 
 def test_json_shape_and_names():
@@ -29,7 +29,7 @@ def test_list_checks():
 def test_an_unknown_check_is_an_error():
     done = CliRunner().invoke(main, ["doctor", "nonsense"])
     assert done.exit_code == 2
-    assert "no check is named nonsense; the checks are: python, " in done.stderr
+    assert "no check is named nonsense; the checks are: vllm, " in done.stderr
 
 
 def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
@@ -45,8 +45,8 @@ def test_a_check_that_crashes_is_a_problem_not_a_traceback(monkeypatch):
     def crash():
         raise OSError("boom")
 
-    monkeypatch.setitem(doctor.CHECKS, "python", crash)
-    found = doctor.examine(["python"])
+    monkeypatch.setitem(doctor.CHECKS, "compiler", crash)
+    found = doctor.examine(["compiler"])
     assert found["ok"] is False
     assert found["checks"][0]["why"] == "the check itself failed: OSError: boom"
 
