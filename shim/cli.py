@@ -32,6 +32,14 @@ def wrap(command: tuple[str, ...]) -> None:
 
 
 @main.command()
+def path() -> None:
+    """The directory that PYTHONPATH needs, for use without `wrap`."""
+    from shim.wrap import bootstrap_dir
+
+    click.echo(bootstrap_dir())
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def patches(as_json: bool) -> None:
     """Every patch: target, why, and its state in a fresh child that imports vLLM's real modules."""

@@ -1,58 +1,54 @@
-"""Every patch on the installed CPU wheel: applied, and off again by its own switch."""
+"""Every patch on the installed CPU wheel: applied, and off again by its switch."""
 
 from __future__ import annotations
 
 import pytest
 
-from shim.patches import PATCHES
+CPU = ("cpu_backend", "cpu_indexer", "cpu_indexer_op", "cpu_rotary")
+ALL = (*CPU, "gguf_engine_args", "gguf_loader", "worker_seal", "closing_gate", "backend_member")
 
-CPU = (
-    "cpu_backend",
-    "cpu_indexer",
-    "cpu_indexer_op",
-    "cpu_rotary",
-    "gguf_engine_args",
-    "gguf_loader",
-    "worker_seal",
-    "closing_gate",
-)
-
-STATES = """
-for target in dict.fromkeys(r.patch.target for r in activate.engine().records.values()):
-    if not target.endswith("platforms.cuda"):  # needs a CUDA build
-        importlib.import_module(target)
+LOOK = """
+from shim import upstream
+def owner(record, symbol):
+    found = upstream.raw(sys.modules[record.patch.target], symbol)
+    return getattr(getattr(found, "__func__", found), "__module__", "?")
+records = [r for r in activate.engine().records.values() if not r.patch.target.endswith("platforms.cuda")]  # needs CUDA
+for record in records:
+    importlib.import_module(record.patch.target)
 first = states()
 activate.activate()
 activate.check()
-say([first, states()])
+owners = {r.patch.name: [owner(r, s) for s in r.patch.replaces] for r in records}
+say({"first": first, "second": states(), "owners": owners})
 """
 
 
-def test_every_patch_stands(child):
-    first, second = child(STATES)
-    assert first == second
-    assert {n for n in CPU if first[n] != "applied"} == set()
-    assert set(first.values()) <= {"applied", "unneeded", "upstream", "waiting"}
+@pytest.fixture(scope="module")
+def on(child):
+    return child(LOOK)
 
 
-ORIGINALS = """
-from shim import upstream
-record = activate.engine().records[NAME]
-module = importlib.import_module(record.patch.target)
-found = {s: upstream.raw(module, s) for s in record.patch.replaces}
-found = {s: getattr(getattr(f, "__func__", f), "__module__", "?") for s, f in found.items()}
-say([record.state.value, found])
-"""
+@pytest.fixture(scope="module")
+def off(child):
+    from shim.patches import PATCHES
+
+    return child(LOOK, GLM5_SHIM_SKIP=",".join(p.name for p in PATCHES))
 
 
-@pytest.mark.parametrize("name", [p.name for p in PATCHES if p.replaces and p.target != "vllm.platforms.cuda"])
-def test_its_own_switch_leaves_vllms_functions(child, name):
-    state, owners = child(f"NAME = {name!r}\n{ORIGINALS}", GLM5_SHIM_SKIP=name)
-    assert state == "off"
-    assert all(owner.startswith("vllm.") for owner in owners.values()), owners
-    state, owners = child(f"NAME = {name!r}\n{ORIGINALS}")
-    if state == "applied":
-        assert all(owner.startswith("shim.") for owner in owners.values()), owners
+def test_every_patch_stands_and_a_second_activation_changes_nothing(on):
+    assert on["first"] == on["second"]
+    assert {name for name in ALL if on["first"][name] != "applied"} == set()
+    assert set(on["first"].values()) <= {"applied", "unneeded", "upstream", "waiting"}
+
+
+def test_what_was_replaced_is_ours(on):
+    for name in ALL:
+        assert all(owner.startswith("shim.") for owner in on["owners"][name]), name
+
+
+def test_the_switches_leave_vllms_functions(off):
+    assert set(off["first"].values()) == {"off"}
+    assert all(owner.startswith("vllm.") for owners in off["owners"].values() for owner in owners)
 
 
 def test_a_symbol_renamed_upstream_stops_the_import(child, tmp_path):
