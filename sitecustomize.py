@@ -32,7 +32,7 @@ def chain() -> None:
 
 def wanted() -> bool:
     """On PYTHONPATH or asked for by name, in the interpreter that `wrap` was called for, and where there is a vLLM."""
-    if os.environ.get("GLM5_SHIM_OFF") == "1":
+    if os.environ.get("GLM5_SHIM_OFF") == "1" or sys.flags.ignore_environment:  # -E, -I
         return False
     on_path = any(os.path.realpath(p) == HERE for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
     if not on_path and os.environ.get("GLM5_SHIM") != "1":

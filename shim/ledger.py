@@ -43,6 +43,14 @@ def idle(name: str, because: str) -> None:
         flush()
 
 
+def all_idle(because: str) -> None:
+    """The process turned out to serve another model: every patch that has not acted stood aside for that."""
+    for entry in _entries.values():
+        if entry.get("state") == "applied" and not entry.get("used"):
+            entry.setdefault("idle", because)
+    flush()
+
+
 def entries() -> list[dict[str, Any]]:
     return [{"name": name, **entry} for name, entry in _entries.items()]
 

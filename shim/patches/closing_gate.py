@@ -35,7 +35,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
             activate.check()
             ledger.used(NAME)
         else:
-            ledger.idle(NAME, upstream.not_glm5(hf_config))
+            ledger.all_idle(upstream.not_glm5(hf_config))
         return original(self, kv_cache_configs)
 
     return {SYMBOL: initialize_from_config}

@@ -1,7 +1,8 @@
 """The same gates on somebody else's GGUF, against logits that transformers and llama.cpp computed elsewhere.
 
-GLM5_SHIM_ORACLE names a directory with `*-00001-of-*.gguf`, tokens300.json, hf_deq_mix.npz (top-k 64), hf_deqmix_dense.npz
-(top-k 2048) and l_mix.npz (llama.cpp, 8-bit activations), each npz with `logits` [300, vocab] and `gen`.
+GLM5_SHIM_ORACLE names a directory with `*-00001-of-*.gguf`, tokens300.json, hf_deq_mix.npz (top-k 64),
+hf_deqmix_dense.npz (top-k 2048) and l_mix.npz (llama.cpp, 8-bit activations), each with `logits`
+[300, vocab] and `gen`.
 """
 
 from __future__ import annotations

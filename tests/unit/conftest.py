@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from shim import ledger
+from shim import ledger, upstream
 from shim.engine import Engine
-from shim.patch import Patch
+from shim.patch import Patch, State
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +103,27 @@ def other_architecture(tmp_path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.fixture
+def off_and_twice(switch_on: Callable[..., Engine]) -> Callable[..., None]:
+    """`off_and_twice(module, patch, *needs)`: by its switch the patch leaves the stub as it was; armed twice it is
+    applied once."""
+
+    def symbols(module: ModuleType, patch: Patch) -> dict[str, object]:
+        return {symbol: upstream.raw(module, symbol) for symbol in patch.replaces}
+
+    def check(module: ModuleType, patch: Patch, *needs: Patch) -> None:
+        stock = symbols(module, patch)
+        engine = switch_on(*needs, patch, skip=frozenset({patch.name}))
+        assert engine.records[patch.name].state is State.OFF
+        assert symbols(module, patch) == stock
+        engine = switch_on(*needs, patch)
+        assert engine.records[patch.name].state is State.APPLIED
+        ours = symbols(module, patch)
+        assert all(ours[symbol] is not stock[symbol] for symbol in stock)
+        engine.arm()
+        assert symbols(module, patch) == ours
+        engine.check()
+
+    return check

@@ -154,3 +154,8 @@ def test_an_unknown_signature_is_not_touched(stub, switch_on):
 def test_a_missing_method_is_named(stub):
     verdict = cpu_backend.probe(stub(PATCH, CpuPlatform=type("CpuPlatform", (), {})))
     assert verdict.action.value == "unknown" and "get_attn_backend_cls does not exist" in verdict.because
+
+
+def test_off_by_skip_and_applied_once(stub, off_and_twice):
+    logger = logging.getLogger("stub.platforms.cpu")
+    off_and_twice(stub(PATCH, CpuPlatform=platform(logger), logger=logger), PATCH)

@@ -106,3 +106,7 @@ def test_an_unknown_signature_is_named(stub, switch_on, changes, named):
 def test_the_op_must_stand_first(stub, switch_on):
     assert PATCH.needs == ("cpu_indexer_op",)
     assert cpu_indexer.probe(deepseek_v2(stub)).action.value == "apply"
+
+
+def test_off_by_skip_and_applied_once(stub, off_and_twice):
+    off_and_twice(deepseek_v2(stub), PATCH_ALONE)

@@ -100,3 +100,9 @@ def test_an_unknown_signature_is_named(stub, switch_on):
     stub(PATCH, SparseAttnIndexer=SparseAttnIndexer, current_platform=SimpleNamespace(is_cpu=lambda: True))
     with pytest.raises(ShimError, match=r"forward_native takes \(self, hidden_states, q, scale, k, weights\)"):
         switch_on(PATCH)
+
+
+@pytest.mark.parametrize("make", [old_op, new_op])
+def test_off_by_skip_and_applied_once(stub, off_and_twice, make):
+    module = stub(PATCH, SparseAttnIndexer=make(), current_platform=SimpleNamespace(is_cpu=lambda: True))
+    off_and_twice(module, PATCH)

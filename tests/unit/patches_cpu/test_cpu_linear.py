@@ -99,3 +99,7 @@ def test_an_unknown_signature_is_named(stub, switch_on):
     linear(stub, type("Method", (), {"process_weights_after_loading": lambda self, layer, dtype: None}))
     with pytest.raises(ShimError, match=r"process_weights_after_loading takes \(self, layer, dtype\)"):
         switch_on(PATCH)
+
+
+def test_off_by_skip_and_applied_once(stub, off_and_twice):
+    off_and_twice(linear(stub, Packing), PATCH)

