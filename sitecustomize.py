@@ -1,7 +1,7 @@
 """The way in of glm5-shim: Python's `site` runs this file in every interpreter that has its directory on PYTHONPATH.
 
 First the sitecustomize that this one shadows, as if we were not here; then the shim, if it is wanted and vLLM is
-installed. Standard library only, nothing on stdout, and no exception leaves this file.
+installed. Standard library only, nothing on stdout; no Exception of ours leaves this file.
 """
 
 import os
@@ -32,7 +32,9 @@ def chain() -> None:
 
 def wanted() -> bool:
     """On PYTHONPATH or asked for by name, in the interpreter that `wrap` was called for, and where there is a vLLM."""
-    if os.environ.get("GLM5_SHIM_OFF") == "1" or sys.flags.ignore_environment:  # -E, -I
+    if (
+        os.environ.get("GLM5_SHIM_OFF", "").lower() in ("1", "true", "yes", "on") or sys.flags.ignore_environment
+    ):  # -E, -I
         return False
     on_path = any(os.path.realpath(p) == HERE for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
     if not on_path and os.environ.get("GLM5_SHIM") != "1":

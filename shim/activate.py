@@ -30,6 +30,7 @@ def activate() -> None:
         from shim import ledger, patches, preflight
         from shim.engine import Engine
 
+        env.assumed_capability()
         preflight.check_command_line(sys.orig_argv)
         engine = Engine(patches.PATCHES, env.skip(tuple(p.name for p in patches.PATCHES)))
     except Exception as problem:

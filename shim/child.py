@@ -9,14 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shim import ledger
+from shim import env, ledger
 from shim.patches import PATCHES
 from shim.wrap import environment
 
 # Imports each target on its own; what it says goes to the ledger, and what cannot be imported here to stderr.
 _CHILD = """
 import importlib, sys
-from shim import ledger
+from shim import env, ledger
 for target in sys.argv[1:]:
     try:
         importlib.import_module(target)
@@ -27,7 +27,12 @@ ledger.flush()
 
 
 def patch_table() -> dict[str, Any]:
-    """`{"vllm": version or None, "patches": [{name, target, state, required, why, detail}]}`."""
+    """`{"vllm": version or None, "patches": [{name, target, state, required, why, detail}]}`. EnvProblem if the
+    variables keep the shim from coming up at all."""
+    if env.off():
+        raise env.EnvProblem("GLM5_SHIM_OFF is set: the shim is off in every process")
+    env.skip(tuple(patch.name for patch in PATCHES))
+    env.assumed_capability()
     targets = list(dict.fromkeys(patch.target for patch in PATCHES))
     found, errors = child_ledger(targets)
     stated = {entry["name"]: entry for entry in found["patches"]} if found else {}
@@ -54,9 +59,9 @@ def child_ledger(targets: list[str]) -> tuple[dict[str, Any] | None, dict[str, s
     """The ledger of a child that imported `targets` under `wrap`'s environment (None if it wrote none), and the
     error of each target that could not be imported."""
     with tempfile.TemporaryDirectory() as state:
-        env = environment(os.environ) | {"GLM5_SHIM_STATE_DIR": state}
-        env.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files importing vLLM takes a minute
-        child = subprocess.run([sys.executable, "-c", _CHILD, *targets], env=env, capture_output=True, text=True)
+        variables = environment(os.environ) | {"GLM5_SHIM_STATE_DIR": state}
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files importing vLLM takes a minute
+        child = subprocess.run([sys.executable, "-c", _CHILD, *targets], env=variables, capture_output=True, text=True)
         ledgers = ledger.read(Path(state))
     lines = [line.split(" ", 2) for line in child.stderr.splitlines() if line.startswith("glm5-shim-child ")]
     # the child itself is the first to have come up; children of its own may have written too

@@ -44,8 +44,12 @@ def path() -> None:
 def patches(as_json: bool) -> None:
     """Every patch: target, why, and its state in a fresh child that imports vLLM's real modules."""
     from shim.child import patch_table
+    from shim.env import EnvProblem
 
-    table = patch_table()
+    try:
+        table = patch_table()
+    except EnvProblem as problem:
+        _stop(str(problem), code=1)
     if as_json:
         _print_json(table)
     else:
@@ -104,7 +108,9 @@ def gguf(path: str, as_json: bool) -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("--timeout", default=600, show_default=True, help="Seconds to wait for the server.")
+@click.option(
+    "--timeout", default=600, show_default=True, type=click.IntRange(min=1), help="Seconds to wait for the server."
+)
 def demo(as_json: bool, timeout: int) -> None:
     """Write a tiny GLM-5 GGUF, serve it through `wrap vllm serve`, ask it, and show which patches ran where."""
     from shim.demo import DemoProblem, show, work

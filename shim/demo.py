@@ -32,7 +32,9 @@ def work(timeout_s: int = 600) -> dict[str, Any]:
     """Runs the demo: `{"ok", "vllm", "model", "answer", "chat", "processes": [{pid, role, applied}], "ready_s"}`."""
     from shim.gguf.tiny import write_tiny
 
-    with tempfile.TemporaryDirectory(prefix="glm5-shim-demo-") as scratch:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends the demo ends its server
+        signal.signal(number, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="glm5-shim-demo-", ignore_cleanup_errors=True) as scratch:
         root = Path(scratch)
         _say("writing a tiny GLM-5 GGUF in four parts")
         model = write_tiny(root / "model")
@@ -152,12 +154,12 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float
 
 def _stop(process: subprocess.Popen[bytes], state_dir: Path) -> None:
     """Asks the server to stop, then makes sure: vLLM's worker outlives its parent now and then."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            pass
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C: no more patience, but no orphans either
+        pass
     for pid in {process.pid, *(one["pid"] for one in ledger.read(state_dir))}:
         if _in_session(pid, process.pid):
             os.kill(pid, signal.SIGKILL)
@@ -166,6 +168,10 @@ def _stop(process: subprocess.Popen[bytes], state_dir: Path) -> None:
     except ProcessLookupError:
         pass
     process.wait()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _in_session(pid: int, session: int) -> bool:

@@ -30,7 +30,7 @@ class EnvProblem(ValueError):
 
 
 def off() -> bool:
-    return os.environ.get("GLM5_SHIM_OFF") == "1"
+    return os.environ.get("GLM5_SHIM_OFF", "").lower() in ("1", "true", "yes", "on")
 
 
 def skip(known: tuple[str, ...]) -> frozenset[str]:
@@ -63,6 +63,6 @@ def assumed_capability() -> tuple[int, int] | None:
 
 def _directory(name: str, xdg: str, fallback: str) -> Path:
     if os.environ.get(name):
-        return Path(os.environ[name])
+        return Path(os.environ[name]).expanduser()
     base = os.environ.get(xdg) or os.path.join(os.path.expanduser("~"), fallback)
     return Path(base) / "glm5-shim"

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def flush() -> None:
     path = env.state_dir() / f"{os.getpid()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".tmp")
+        fresh = path.with_suffix(f".{threading.get_ident()}.tmp")
         fresh.write_text(json.dumps(content, indent=1))
         fresh.replace(path)
     except OSError as problem:

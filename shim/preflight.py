@@ -3,6 +3,7 @@ cost a second, not the minute that vLLM takes to come to the same end."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -21,13 +22,21 @@ def check_command_line(argv: list[str]) -> None:
 
 
 def gguf_argument(argv: list[str]) -> str | None:
-    """The GGUF that a `vllm` command line names, or None. Both `vllm serve X` and `python -m vllm... --model=X`
-    count."""
-    starts_vllm = any(os.path.basename(a) == "vllm" or a.startswith("vllm.entrypoints") for a in argv[:4])
-    if not starts_vllm:
+    """The GGUF that a `vllm` command line serves, or None: what follows `serve`, or the value of `--model`.
+
+    Anything less certain, and a path in a directory that does not exist (a repository's, perhaps), is left to vLLM.
+    """
+    if any(os.path.basename(word) == "vllm" for word in argv[:3]):
+        if "serve" not in argv[:4]:
+            return None  # a client, a benchmark
+        candidates = argv[argv.index("serve") + 1 :][:1]
+    elif any(word.startswith("vllm.entrypoints.") for word in argv[:4]):
+        candidates = []
+    else:
         return None
-    values = [a.partition("=")[2] if a.startswith("--") else a for a in argv]
-    return next((v for v in values if v.endswith(".gguf")), None)
+    candidates += [after for word, after in itertools.pairwise(argv) if word == "--model"]
+    candidates += [word.partition("=")[2] for word in argv if word.startswith("--model=")]
+    return next((c for c in candidates if names_gguf(c) and Path(c).parent.is_dir()), None)
 
 
 def problem_with(path: str) -> str | None:
@@ -42,6 +51,23 @@ def problem_with(path: str) -> str | None:
     except GGUFProblem as problem:
         return str(problem)
     return None
+
+
+def names_gguf(name: str) -> bool:
+    """Can `name`, as a user gives a model, mean a GGUF: a .gguf file, there or not, any file with GGUF's magic,
+    `directory:QUANT`, or a directory that holds GGUF files and no config.json? A Hugging Face repository never does."""
+    directory, colon, _ = name.rpartition(":")
+    if os.path.isdir(name):
+        return not os.path.exists(os.path.join(name, "config.json")) and any(Path(name).glob("*.gguf"))
+    return name.endswith(".gguf") or _has_magic(name) or (bool(colon) and os.path.isdir(directory))
+
+
+def _has_magic(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def others_serve_gguf() -> bool:

@@ -36,6 +36,8 @@ def find(command: str) -> str:
     """The executable for `command`; a bare name is looked for beside this interpreter first, then on PATH."""
     beside = os.path.join(sys.prefix, "bin")
     found = shutil.which(command, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
+    if found is None and os.path.exists(command):
+        raise WrapProblem(f"{command} is not an executable file")
     if found is None:
         raise WrapProblem(f"{command!r} is neither in {beside} nor on PATH")
     return found
@@ -43,20 +45,16 @@ def find(command: str) -> str:
 
 def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
     """What in this command keeps the shim out, one line each."""
+    interpreter, options = _shebang(executable)
+    if not interpreter:
+        interpreter, options = executable, _python_options(arguments)
+    if not os.path.basename(interpreter).startswith("python"):
+        return []
     said = []
-    script = _shebang(executable)
-    interpreter = script or executable
-    if os.path.basename(interpreter).startswith("python"):
-        if os.path.realpath(Path(interpreter).parent.parent) != os.path.realpath(sys.prefix):
-            said.append(f"{executable} runs in {interpreter}, not in {sys.executable}: the shim stays off there")
-        if not script:
-            options = [a for a in _leading_options(arguments) if not a.startswith("--")]
-            said += [
-                f"python {o} ignores PYTHONPATH or sitecustomize: the shim stays off"
-                for o in options
-                if set(o) & set("IES")
-            ]
-    return said
+    if os.path.realpath(Path(interpreter).parent.parent) != os.path.realpath(sys.prefix):
+        said.append(f"{executable} runs in {interpreter}, not in {sys.executable}: the shim stays off there")
+    deaf = [o for o in options if set(o) & set("IES")]
+    return said + [f"python {o} ignores PYTHONPATH or sitecustomize: the shim stays off" for o in deaf]
 
 
 def run(command: Sequence[str]) -> None:
@@ -71,18 +69,26 @@ def run(command: Sequence[str]) -> None:
         raise WrapProblem(f"{executable}: {problem.strerror}") from problem
 
 
-def _shebang(executable: str) -> str:
+def _shebang(executable: str) -> tuple[str, list[str]]:
+    """The interpreter that a script names, and its options; ("", []) for a program."""
     with open(executable, "rb") as file:
         first = file.readline(512)
     words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
-    return words[0] if words else ""
+    if words and os.path.basename(words[0]) == "env":
+        words = [word for word in words[1:] if word != "-S"]
+        words[:1] = [shutil.which(words[0]) or words[0]] if words else []
+    return (words[0], _python_options(words[1:])) if words else ("", [])
 
 
-def _leading_options(arguments: Sequence[str]) -> list[str]:
-    """Python's own options: those before the script, -c or -m."""
+def _python_options(arguments: Sequence[str]) -> list[str]:
+    """Python's own options without those that carry a value: everything before the script, -c or -m."""
     options = []
-    for argument in arguments:
-        if not argument.startswith("-") or argument in ("-c", "-m", "-"):
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-") or argument.startswith("--") or argument[:2] in ("-c", "-m") or argument == "-":
             break
-        options.append(argument)
+        if argument in ("-W", "-X"):
+            next(rest, None)
+        elif argument[:2] not in ("-W", "-X"):
+            options.append(argument)
     return options

@@ -15,6 +15,7 @@ from vllm.v1.attention import backend as upstream_backend
 from shim.attention.metadata import SparseMLAMetadata
 from shim.kernels.sparse_mla import reference
 
+Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [T, N, 576], or latent [T, N, 512] and rope [T, N, 64]
 # 0.16-0.25 recognise a sparse impl by this base class; 0.26 removed it and looks at `is_sparse`
 _Base: Any = getattr(upstream_backend, "SparseMLAAttentionImpl", None) or upstream_backend.MLAAttentionImpl
 
@@ -67,18 +68,17 @@ class SparseMLAImpl(_Base):
 
     def forward_mqa(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        q: Query,
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: SparseMLAMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries [T, N, 576], or as (latent, rope), to out [T, N, 512] and natural-log LSE [T, N]."""
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
-        return self.attend(q, kv_c_and_k_pe_cache, self.topk_indices_buffer[: q.shape[0]], attn_metadata)
+        tokens = (q if isinstance(q, torch.Tensor) else q[0]).shape[0]
+        return self.attend(q, kv_c_and_k_pe_cache, self.topk_indices_buffer[:tokens], attn_metadata)
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, topk: torch.Tensor, metadata: SparseMLAMetadata
+        self, q: Query, cache: torch.Tensor, topk: torch.Tensor, metadata: SparseMLAMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 
@@ -95,8 +95,9 @@ class ReferenceMLASparseImpl(SparseMLAImpl):
     """Plain torch: `shim.kernels.sparse_mla.reference`."""
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, topk: torch.Tensor, metadata: SparseMLAMetadata
+        self, q: Query, cache: torch.Tensor, topk: torch.Tensor, metadata: SparseMLAMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = q if isinstance(q, torch.Tensor) else torch.cat(q, dim=-1)
         out, lse = reference.sparse_mla(q, cache, topk, metadata.req_ids, metadata.block_table, self.scale)
         return out.to(q.dtype), lse
 

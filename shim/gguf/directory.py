@@ -26,7 +26,7 @@ def hf_directory(model: Model, cache_root: Path) -> Path:
         cache_root.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache_root))
     except OSError as error:
-        raise GGUFProblem(f"cannot write the cache {cache_root}: {error.strerror}; choose another directory") from None
+        raise GGUFProblem(f"cannot write the cache {cache_root}: {error.strerror}; set GLM5_SHIM_CACHE_DIR") from None
     try:
         (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (draft / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
@@ -38,7 +38,9 @@ def hf_directory(model: Model, cache_root: Path) -> Path:
             if not target.is_dir():  # not a race lost, then
                 raise
     except OSError as error:
-        raise GGUFProblem(f"cannot write the cache {cache_root}: {error.strerror}; make room, or move it") from None
+        raise GGUFProblem(
+            f"cannot write the cache {cache_root}: {error.strerror}; make room, or set GLM5_SHIM_CACHE_DIR"
+        ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target

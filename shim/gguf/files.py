@@ -87,13 +87,6 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def names_gguf(name: str) -> bool:
-    """Can `name`, as a user gives a model, mean a GGUF: a .gguf file, there or not, any file with GGUF's magic, or
-    `directory:QUANT`? A Hugging Face repository never does."""
-    directory, colon, _ = name.rpartition(":")
-    return name.endswith(".gguf") or is_gguf(name) or (bool(colon) and os.path.isdir(directory))
-
-
 def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
     """Opens the set that `path` belongs to: any part, a single file, a directory holding one set, or `directory:QUANT`.
 
@@ -161,6 +154,8 @@ def _set_in(directory: Path, quant: str) -> list[Path]:
     """The one set in a directory, or the one whose name contains `quant`; unsloth keeps each in a folder of its own."""
     sets: dict[Path, list[Path]] = {}
     for file in sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")]):
+        if not file.is_file():
+            continue
         name = PART_NAME.fullmatch(file.name)
         stem = name["stem"] if name else file.stem
         sets[file.with_name(stem)] = part_paths(file)
@@ -178,9 +173,12 @@ def _set_in(directory: Path, quant: str) -> list[Path]:
 
 
 def _read_header(path: Path) -> HeaderReader:
-    if not is_gguf(path):
+    try:
         with path.open("rb") as file:
             start = file.read(4)
+    except OSError as error:
+        raise GGUFProblem(f"{path.name} cannot be read: {error.strerror}; give its reader the right to") from None
+    if start != MAGIC:
         raise GGUFProblem(f"{path.name} is not a GGUF: it starts with {start!r}, expected {MAGIC!r}; download it again")
     size = path.stat().st_size
     try:

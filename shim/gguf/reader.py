@@ -113,6 +113,8 @@ def _decode(field: ReaderField) -> Any:
         return np.frombuffer(body, dtype=gguf.GGUFReader.gguf_scalar_to_np[field.types[1]]).tolist()
     if kind is gguf.GGUFValueType.FLOAT32:
         return float(str(field.parts[-1][0]))
+    if kind is gguf.GGUFValueType.STRING:
+        return field.parts[-1].tobytes().decode("utf-8", "replace")
     return field.contents()
 
 
@@ -121,4 +123,4 @@ def _strings(body: bytes) -> Iterator[str]:
     while offset < len(body):
         start = offset + 8
         offset = start + struct.unpack_from("<Q", body, offset)[0]
-        yield body[start:offset].decode("utf-8")
+        yield body[start:offset].decode("utf-8", "replace")

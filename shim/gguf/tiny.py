@@ -211,6 +211,7 @@ def _kinds(shape: Shape, mix: str) -> Callable[[str], Type]:
 
 def write_gguf(directory: Path, name: str, metadata: Mapping[str, Any], tensors: Tensors, parts: int = 1) -> Path:
     """Quantises and writes `name.gguf`, or `name-00001-of-....gguf` and so on; returns the first path."""
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     per_part = math.ceil(len(tensors) / max(parts - 1, 1))
     writer = gguf.GGUFWriter(

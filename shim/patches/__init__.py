@@ -19,6 +19,7 @@ from shim.patches import (
     cpu_rotary,
     gguf_engine_args,
     gguf_loader,
+    kv_cache_dtype,
     worker_seal,
 )
 
@@ -29,6 +30,7 @@ PATCHES: tuple[Patch, ...] = (
     # sparse MLA on NVIDIA
     backend_member.PATCH,
     backend_choice.PATCH,
+    kv_cache_dtype.PATCH,
     # GLM-5 on the CPU wheel, with reference kernels
     cpu_packaging.PATCH,
     cpu_backend.PATCH,

@@ -15,8 +15,7 @@ from typing import Any
 from shim.patch import Patch, Verdict
 
 MEMBER = "TRITON_MLA_SPARSE"
-# The reference implementation in plain torch, until the Triton kernel stands behind the same name.
-CLASS_PATH = "shim.attention.backend.ReferenceMLASparseBackend"
+CLASS_PATH = "shim.attention.triton_mla.TritonMLASparseBackend"
 
 
 def probe(module: ModuleType) -> Verdict:

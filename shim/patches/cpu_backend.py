@@ -23,7 +23,8 @@ NAME = "cpu_backend"
 CHOICE = "CpuPlatform.get_attn_backend_cls"
 UPDATE = "CpuPlatform.check_and_update_config"
 BACKEND = "shim.attention.backend.ReferenceMLASparseBackend"
-BLOCK_SIZE = 64
+BLOCK_SIZE = 64  # the only one that our backends take
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8_ds_mla")
 # what upstream logs about settings that we put back
 NOT_SO = ("forcing chunked prefill and prefix caching to be disabled", "CPU MLA backend requires block_size=16")
 
@@ -47,6 +48,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
         if attn_selector_config.use_sparse and attn_selector_config.use_mla:
             config = get_current_vllm_config_or_none()
             if config is not None and _serves_glm5(config):
+                _refuse_unknown_cache(attn_selector_config.kv_cache_dtype)
                 ledger.used(NAME)
                 module.logger.info("Using %s for GLM-5 on the CPU.", BACKEND)
                 return BACKEND
@@ -74,6 +76,15 @@ def apply(module: ModuleType) -> dict[str, Any]:
         ledger.used(NAME)
 
     return {CHOICE: classmethod(get_attn_backend_cls), UPDATE: classmethod(check_and_update_config)}
+
+
+def _refuse_unknown_cache(kv_cache_dtype: Any) -> None:
+    """The platform's chooser is the last to ask: what it accepts is never validated again."""
+    if kv_cache_dtype is not None and kv_cache_dtype not in CACHE_DTYPES:
+        accepted = ", ".join(CACHE_DTYPES)
+        raise ValueError(
+            f"glm5-shim: --kv-cache-dtype {kv_cache_dtype} is not for GLM-5 on a CPU; take one of {accepted}"
+        )
 
 
 def _serves_glm5(vllm_config: Any) -> bool:

@@ -49,9 +49,9 @@ def serve_gguf(engine_args: Any) -> None:
     """Rewrites `engine_args` in place if its model is a glm-dsa GGUF. GGUFProblem if it is one that cannot be
     served."""
     from shim.gguf.directory import hf_directory
-    from shim.gguf.files import WrongArchitecture, names_gguf, open_model
+    from shim.gguf.files import WrongArchitecture, open_model
     from shim.gguf.names import require_complete
-    from shim.preflight import others_serve_gguf
+    from shim.preflight import names_gguf, others_serve_gguf
 
     named = engine_args.model
     if not isinstance(named, str) or not names_gguf(named):

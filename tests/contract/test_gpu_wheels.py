@@ -68,6 +68,7 @@ def test_every_patch_finds_what_it_was_written_for(looks):
         "gguf_loader",
         "worker_seal",
         "closing_gate",
+        "kv_cache_dtype",
     }
     assert set(states.values()) <= {"applied", "unneeded", "upstream", "off", "waiting"}
 
@@ -90,7 +91,7 @@ def test_it_can_be_named_on_the_command_line(looks):
 
 def test_vllms_own_selector_takes_it_for_sparse_mla_only(looks):
     shim, stock = looks
-    assert shim["sparse"].startswith("shim.attention.backend.")
+    assert shim["sparse"].startswith("shim.attention.triton_mla.")
     assert "No valid attention backend found" in stock["sparse"]
     assert shim["dense"] == stock["dense"]
     assert not shim["dense"].startswith("shim.")

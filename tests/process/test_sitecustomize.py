@@ -127,14 +127,23 @@ def test_two_copies_of_the_shim_do_not_loop(python, users, stub_vllm):
     assert (done.stdout, done.returncode) == ("True\n", 0)
 
 
-@pytest.mark.parametrize("variable", [{"GLM5_SHIM_SKIP": "no_such_patch"}])
-def test_a_senseless_variable_stops_vllm_and_nothing_else(python, stub_vllm, variable):
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        (
+            {"GLM5_SHIM_SKIP": "no_such_patch"},
+            "GLM5_SHIM_SKIP names no_such_patch; the patches are: gguf_engine_args, ",
+        ),
+        ({"GLM5_SHIM_ASSUME_CAPABILITY": "sm_120"}, "GLM5_SHIM_ASSUME_CAPABILITY is 'sm_120'; expected major.minor"),
+    ],
+)
+def test_a_senseless_variable_stops_vllm_and_nothing_else(python, stub_vllm, variable, said):
     path = path_of(ROOT, stub_vllm)
     done = python("-c", "print('fine')", PYTHONPATH=path, **variable)
     assert (done.stdout, done.returncode) == ("fine\n", 0)
     done = python("-c", "import vllm", PYTHONPATH=path, **variable)
     assert done.returncode == 1
-    assert "GLM5_SHIM_SKIP names no_such_patch; the patches are: gguf_engine_args, " in done.stderr.splitlines()[-1]
+    assert said in done.stderr.splitlines()[-1]
 
 
 def test_an_editable_install_does_not_switch_it_on(python):

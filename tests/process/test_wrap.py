@@ -86,6 +86,25 @@ def test_it_warns_of_another_interpreter(wrap, tmp_path):
     assert "runs in /usr/bin/python3, not in" in wrap(str(script)).stderr
 
 
+def test_options_behind_a_value_are_seen(wrap):
+    done = wrap(sys.executable, "-W", "error", "-E", "-c", "print(1)")
+    assert "python -E ignores" in done.stderr
+
+
+@pytest.mark.parametrize("line", ["#!{python} -E", "#!/usr/bin/env -S {python} -E"])
+def test_options_in_a_script_are_seen(wrap, tmp_path, line):
+    script = tmp_path / "script"
+    script.write_text(line.format(python=sys.executable) + "\nprint(1)\n")
+    script.chmod(0o755)
+    assert "python -E ignores" in wrap(str(script)).stderr
+
+
+def test_a_file_that_is_no_program(wrap):
+    done = wrap("/etc/passwd")
+    assert (done.returncode, done.stderr) == (127, "glm5-shim: /etc/passwd is not an executable file\n")
+
+
 def test_no_warning_without_reason(wrap):
     assert wrap(sys.executable, "-c", "print(1)", "-I").stderr == ""
+    assert wrap(sys.executable, "-Wignore::EncodingWarning", "-c", "print(1)").stderr == ""
     assert wrap("/bin/echo", "-E").stderr == ""

@@ -41,6 +41,16 @@ def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
     assert done.stdout.endswith("1 checks, 1 problem\n")
 
 
+@pytest.mark.parametrize("variable", [{"GLM5_SHIM_OFF": "1"}, {"GLM5_SHIM_SKIP": "typo"}])
+def test_where_the_shim_cannot_come_up_nothing_false_is_said(monkeypatch, variable):
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.check_child().status == "skipped"
+    done = CliRunner().invoke(main, ["patches"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert next(iter(variable)) in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_check_that_crashes_is_a_problem_not_a_traceback(monkeypatch):
     def crash():
         raise OSError("boom")

@@ -27,6 +27,17 @@ def test_a_capability_that_is_none(monkeypatch, text):
         env.assumed_capability()
 
 
+@pytest.mark.parametrize(("value", "off"), [("1", True), ("true", True), ("ON", True), ("0", False), ("", False)])
+def test_off(monkeypatch, value, off):
+    monkeypatch.setenv("GLM5_SHIM_OFF", value)
+    assert env.off() is off
+
+
+def test_a_home_in_a_directory(monkeypatch):
+    monkeypatch.setenv("GLM5_SHIM_CACHE_DIR", "~/x")
+    assert env.cache_dir() == Path.home() / "x"
+
+
 def test_capability(monkeypatch):
     monkeypatch.delenv("GLM5_SHIM_ASSUME_CAPABILITY", raising=False)
     assert env.assumed_capability() is None

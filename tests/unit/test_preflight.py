@@ -6,33 +6,54 @@ import pytest
 
 from shim import preflight
 
-GGUF = "/m/x-00001-of-00002.gguf"
+
+@pytest.fixture
+def gguf(tmp_path) -> str:
+    """A part that does not exist, in a directory that does."""
+    return str(tmp_path / "x-00001-of-00002.gguf")
+
+
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        ["/usr/bin/python", "/v/bin/vllm", "serve", GGUF, "--port", "1"],
-        ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", GGUF],
-        ["python", "-m", "vllm.entrypoints.openai.api_server", f"--model={GGUF}"],
+        "/usr/bin/python /v/bin/vllm serve {} --port 1",
+        "/usr/bin/python /v/bin/vllm serve --port 1 --model {}",
+        f"python -m {SERVER} --model {{}}",
+        f"python -m {SERVER} --model={{}}",
     ],
 )
-def test_vllm_on_a_gguf(argv):
-    assert preflight.gguf_argument(argv) == GGUF
+def test_vllm_on_a_gguf(argv, gguf):
+    assert preflight.gguf_argument(argv.format(gguf).split()) == gguf
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        ["python", "convert.py", GGUF],
-        ["/usr/bin/python", "/v/bin/vllm", "serve", "org/model"],
-        ["/v/bin/glm5-shim", "gguf", GGUF],
-        ["python", "-c", "print(1)", GGUF],
-        [],
+        "python convert.py {}",
+        "/usr/bin/python /v/bin/vllm serve org/model",
+        "/usr/bin/python /v/bin/vllm serve ./hf --served-model-name {}",
+        "/usr/bin/python /v/bin/vllm serve ./hf --tokenizer {}",
+        "/usr/bin/python /v/bin/vllm chat --model-name {}",
+        "/usr/bin/python /v/bin/vllm serve no-such-org/repository/model-Q4.gguf",
+        "/v/bin/glm5-shim gguf {}",
+        "python -c print(1) {}",
+        "",
     ],
 )
-def test_everything_else(argv):
-    assert preflight.gguf_argument(argv) is None
+def test_everything_else(argv, gguf):
+    assert preflight.gguf_argument(argv.format(gguf).split()) is None
+
+
+def test_what_can_mean_a_gguf(tiny, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "hf.gguf.txt").write_text("GGUFnot")
+    assert preflight.names_gguf(str(tiny)) and preflight.names_gguf("missing.gguf")
+    assert preflight.names_gguf(f"{tiny.parent}:UD") and preflight.names_gguf(str(tiny.parent))
+    assert preflight.names_gguf(str(tmp_path / "hf.gguf.txt"))  # the magic says so
+    assert not preflight.names_gguf(str(tmp_path)) and not preflight.names_gguf("org/repo:UD-Q4_K_XL")
 
 
 def test_a_whole_model_passes(tiny):

@@ -97,7 +97,7 @@ def test_a_draft_left_by_a_killed_process_is_not_used(tiny_model, tmp_path):
 def test_unwritable_cache(tiny_model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        GGUFProblem, match=f"cannot write the cache {tmp_path}/file/cache: Not a directory; choose another"
+        GGUFProblem, match=f"cannot write the cache {tmp_path}/file/cache: Not a directory; set GLM5_SHIM_CACHE_DIR"
     ):
         hf_directory(tiny_model, tmp_path / "file" / "cache")
 

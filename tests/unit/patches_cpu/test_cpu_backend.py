@@ -14,7 +14,7 @@ from shim.patch import State
 from shim.patches import cpu_backend
 from shim.patches.cpu_backend import BACKEND, PATCH
 
-SPARSE = SimpleNamespace(use_sparse=True, use_mla=True)
+SPARSE = SimpleNamespace(use_sparse=True, use_mla=True, kv_cache_dtype="auto")
 DENSE = SimpleNamespace(use_sparse=False, use_mla=True)
 
 
@@ -81,6 +81,14 @@ def test_glm5_gets_our_backend(patched):
     patched.current = config("glm_moe_dsa")
     assert patched.cls.get_attn_backend_cls(None, SPARSE, num_heads=8) == BACKEND
     assert ledger._entries[PATCH.name]["used"]
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head"])
+def test_a_cache_that_the_reference_cannot_read_is_refused(patched, dtype):
+    patched.current = config("glm_moe_dsa")
+    selector = SimpleNamespace(**vars(SPARSE) | {"kv_cache_dtype": dtype})
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype {dtype} is not for GLM-5 on a CPU; take one of auto"):
+        patched.cls.get_attn_backend_cls(None, selector)
 
 
 def test_the_backend_path_is_where_the_class_is():

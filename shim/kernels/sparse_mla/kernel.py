@@ -1,0 +1,217 @@
+# mypy: ignore-errors
+"""Sparse MLA on the GPU. One program of `attend` is one token, one group of heads and one share of the token's row.
+
+A tile of cache rows is copied to shared memory once, as K^T [512, BLOCK_K], and enters both products from there:
+
+    S     [N, BLOCK_K]  = Q [N, 576] . K^T [576, BLOCK_K]
+    acc^T [512, N]     += K^T [512, BLOCK_K] . P^T [BLOCK_K, N]     "swap-AB": heads on the MMA's 8-column side
+
+so that 8 heads fill the larger product and its accumulators. Swapping the first too (S^T = K . Q^T) would read the
+tile in both orientations: Triton 3.6 then gives up cp.async for it and makes a second copy (seen in the TTGIR). QK at 8
+heads fills half of its MMA instead; the kernel is bound by the gather.
+
+The latent is taken in pieces, because an fp8 row has one scale per 128 values: the scale multiplies the fp32 partial
+score, and goes into P for the output, so e4m3 values enter the MMA as they are (exact in bf16 and fp16).
+
+Sources: DeepSeek's FlashMLA (sparse decode: one latent for keys and values, softmax in base 2); flash-decoding (split-K
+whose shares leave normalised outputs and an LSE); FlashAttention 2 (online softmax).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR: tl.constexpr = tl.constexpr(-1.0e30)  # "minus infinity" that can be subtracted from itself
+
+# No variant per value (1, a multiple of 16) or per alignment of these. Strides are counted in 16 bytes, which tells the
+# compiler as much; the caller checks it, and the alignment of the other pointers.
+_ATTEND_ANY = [
+    "topk", "req_ids", "table", "seq_lens", "lse", "heads", "columns", "span", "splits",
+    "q_latent_t", "q_latent_n", "q_rope_t", "q_rope_n", "cache_block", "cache_row", "topk_t", "table_r",
+    "out_t", "out_s", "out_n", "lse_t", "lse_s", "lse_n",
+]  # fmt: skip
+_MERGE_ANY = ["lse", "heads", "splits", "out_t", "out_n", "lse_t", "lse_n"]
+
+
+@triton.jit
+def _e4m3(bits, TYPE: tl.constexpr):
+    """e4m3 in bits 14..8 (exponent, mantissa) and 15 (sign) of a word, as bf16 or fp16: exact, on any capability.
+
+    The exponent's bits move into place and a product makes up for the bias, also of subnormals. (NaN becomes 480.)
+    """
+    bfloat: tl.constexpr = tl.bfloat16 == TYPE
+    value = ((bits & 0x8000) | ((bits & 0x7F00) >> (4 if bfloat else 1))).to(TYPE, bitcast=True)
+    return value * tl.full([1, 1], 2.0 ** (127 - 7) if bfloat else 2.0 ** (15 - 7), tl.float32).to(TYPE)
+
+
+@triton.jit
+def _values_of(piece, TILE: tl.constexpr, FP8: tl.constexpr):
+    """Which latent values piece `piece` holds. fp8 is loaded in words of two values, so one piece takes the even ones
+    of 128 and the next the odd ones."""
+    if FP8:
+        return (piece // 2) * 128 + 2 * tl.arange(0, 64) + piece % 2
+    else:
+        return piece * TILE + tl.arange(0, TILE)
+
+
+@triton.jit
+def _query(q, n, d, mask, stride_n, TYPE: tl.constexpr):
+    return tl.load(q + n[:, None] * stride_n * 8 + d[None, :], mask=mask[:, None], other=0).to(TYPE)  # [N, TILE]
+
+
+@triton.jit
+def _last_chosen(row, first, stop, length, SCAN: tl.constexpr):
+    """The column behind the last chosen one in [first, stop): rows are mostly padded with -1 at their end."""
+    last = first
+    for start in range(first, stop, SCAN):
+        column = start + tl.arange(0, SCAN)
+        position = tl.load(row + column, mask=column < stop, other=-1)
+        last = tl.maximum(last, tl.max(tl.where((position >= 0) & (position < length), column + 1, first), 0))
+    return last
+
+
+@triton.jit(do_not_specialize=_ATTEND_ANY)
+def attend(
+    q_latent, q_rope, cache, topk, req_ids, table, seq_lens, out, lse,
+    scale, heads, columns, span, splits,
+    q_latent_t, q_latent_n, q_rope_t, q_rope_n,  # in 16 bytes
+    cache_block, cache_row,  # in 16 bytes
+    topk_t, table_r,  # in values
+    out_t, out_s, out_n,  # in 8 values
+    lse_t, lse_s, lse_n,  # in values
+    PAGE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
+    FP8: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr, KEY_TYPE: tl.constexpr, VALUE_TYPE: tl.constexpr,
+):  # fmt: skip
+    """Share `split` is columns [split * span, split * span + span) of the row. It writes attention over these alone."""
+    groups = tl.cdiv(heads, BLOCK_N)
+    pid = tl.program_id(0)  # groups of one token run side by side: their rows meet in L2
+    group = pid % groups
+    split = (pid // groups) % splits
+    t = (pid // groups // splits).to(tl.int64)
+    n = (group * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    in_heads = n < heads
+
+    row = topk + t * topk_t
+    request = tl.load(req_ids + t).to(tl.int64)
+    length = tl.load(seq_lens + request)
+    blocks = table + request * table_r
+    first = split * span
+    stop = _last_chosen(row, first, tl.minimum(first + span, columns), length, SCAN)
+
+    q_latent += t * q_latent_t * 8
+    q_rope += t * q_rope_t * 8
+    q = ()
+    for i in tl.static_range(PIECES):
+        q += (_query(q_latent, n, _values_of(i, TILE, FP8), in_heads, q_latent_n, KEY_TYPE),)
+    q_r = _query(q_rope, n, tl.arange(0, 64), in_heads, q_rope_n, KEY_TYPE)
+
+    top = tl.full([BLOCK_N], FAR, tl.float32)  # largest score so far, base 2
+    total = tl.zeros([BLOCK_N], tl.float32)
+    acc = ()
+    for _ in tl.static_range(PIECES):
+        acc += (tl.zeros([TILE, BLOCK_N], tl.float32),)
+
+    # The pipeliner shares STAGES - 1 out to three loads that feed each other: position, block, rows. 4: one tile of
+    # rows in shared memory; 7: two.
+    for start in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK_K)
+        position = tl.load(row + column, mask=column < stop, other=-1)
+        chosen = (position >= 0) & (position < length)
+        position = tl.where(chosen, position, 0)
+        block = tl.load(blocks + position // PAGE, mask=chosen, other=0).to(tl.int64)
+        rows = cache + (block * cache_block + (position % PAGE) * cache_row) * (16 if FP8 else 8)  # [BLOCK_K]
+        k = ()
+        scales = ()
+        if FP8:
+            words = rows.to(tl.pointer_type(tl.uint16), bitcast=True)
+            scale_of = (rows + 512).to(tl.pointer_type(tl.float32), bitcast=True)
+            for i in tl.static_range(4):
+                d = i * 64 + tl.arange(0, 64)
+                two = tl.load(words[None, :] + d[:, None], mask=chosen[None, :], other=0)  # [64, BLOCK_K]
+                k += (_e4m3(two << 8, KEY_TYPE), _e4m3(two, KEY_TYPE))
+                scales += (tl.load(scale_of + i, mask=chosen, other=0),)
+            ropes = (rows + 528).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        else:
+            for i in tl.static_range(PIECES):
+                d = i * TILE + tl.arange(0, TILE)
+                tile = tl.load(rows[None, :] + d[:, None], mask=chosen[None, :], other=0)  # [TILE, BLOCK_K]
+                k += (tile.to(KEY_TYPE),)
+            ropes = rows + 512
+        k_r = tl.load(ropes[None, :] + tl.arange(0, 64)[:, None], mask=chosen[None, :], other=0).to(KEY_TYPE)
+
+        s = tl.dot(q_r, k_r)  # [N, BLOCK_K]
+        for i in tl.static_range(PIECES):
+            if FP8:
+                if i % 2 == 0:
+                    s += tl.dot(q[i + 1], k[i + 1], tl.dot(q[i], k[i])) * scales[i // 2][None, :]
+            else:
+                s = tl.dot(q[i], k[i], s)
+
+        s = tl.where(chosen[None, :], s * (scale * LOG2E), FAR)
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.where(chosen[None, :], tl.exp2(s - new_top[:, None]), 0.0)
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(p, 1)
+        top = new_top
+        faded = ()
+        for i in tl.static_range(PIECES):
+            weight = p * scales[i // 2][None, :] if FP8 else p
+            weight = tl.trans(weight.to(VALUE_TYPE))  # [BLOCK_K, N]
+            faded += (tl.dot(k[i].to(VALUE_TYPE), weight, acc[i] * fade[None, :]),)  # [TILE, N]
+        acc = faded
+
+    full = total > 0  # the largest score alone adds 1; none chosen: out 0, lse -inf
+    inverse = tl.where(full, 1.0 / tl.where(full, total, 1.0), 0.0)[None, :]
+    out += t * out_t * 8 + split * out_s * 8
+    for i in tl.static_range(PIECES):
+        place = n[None, :] * out_n * 8 + _values_of(i, TILE, FP8)[:, None]  # [TILE, N]
+        tl.store(out + place, (acc[i] * inverse).to(out.dtype.element_ty), mask=in_heads[None, :])
+    result = tl.where(full, (top + tl.log2(tl.where(full, total, 1.0))) * LN2, float("-inf"))
+    tl.store(lse + t * lse_t + split * lse_s + n * lse_n, result, mask=in_heads)
+
+
+@triton.jit(do_not_specialize=_MERGE_ANY)
+def merge(
+    part_out, part_lse, out, lse, heads, splits,
+    out_t, out_n,  # in 8 values
+    lse_t, lse_n,  # in values
+    MAX_SPLITS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program is BLOCK_D outputs of one head of one token: the sum of its shares, in their order.
+
+    part_out: fp32 [T, splits, heads, 512], part_lse: fp32 [T, splits, heads], contiguous.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    t = pid // heads
+    n = pid % heads
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    shares = t * splits * heads + n
+    every = tl.arange(0, MAX_SPLITS)
+    every_lse = tl.load(part_lse + shares + every * heads, mask=every < splits, other=float("-inf"))
+    top = tl.maximum(tl.max(every_lse, 0), FAR)
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, splits, STEP):
+        s = start + tl.arange(0, STEP)
+        share = shares + s * heads
+        weight = tl.exp2((tl.load(part_lse + share, mask=s < splits, other=float("-inf")) - top) * LOG2E)  # [STEP]
+        values = tl.load(part_out + share[:, None] * 512 + d[None, :], mask=(s < splits)[:, None], other=0)
+        acc += tl.sum(values * weight[:, None], 0)
+        total += tl.sum(weight, 0)
+    full = total > 0
+    acc = tl.where(full, acc / tl.where(full, total, 1.0), 0.0)
+    tl.store(out + t * out_t * 8 + n * out_n * 8 + d, acc.to(out.dtype.element_ty))
+    if tl.program_id(1) == 0:
+        result = tl.where(full, top + tl.log2(tl.where(full, total, 1.0)) * LN2, float("-inf"))
+        tl.store(lse + t * lse_t + n * lse_n, result)
+
+
+@triton.jit
+def gather(cache, slots, out, WORDS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """`bench.py`'s ceiling: reads chosen rows of WORDS int32 and only adds them up, so that no load is left out."""
+    pid = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + pid * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    word = tl.arange(0, PADDED)
+    rows = tl.load(cache + slot[:, None] * WORDS + word[None, :], mask=(word < WORDS)[None, :], other=0)
+    tl.store(out + pid, tl.sum(tl.sum(rows, 1), 0))
