@@ -17,8 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shim import env
+from shim import env, upstream
 from shim.patch import State
+from shim.patches.backend_member import MEMBER
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,17 @@ def check_gpu() -> Finding:
 
     if not torch.cuda.is_available():
         return Finding("skipped", "no NVIDIA GPU is visible: GLM-5 runs with reference kernels, for demo and tests")
-    major, minor = torch.cuda.get_device_capability()
-    what = f"{torch.cuda.get_device_name()}, capability {major}.{minor}"
+    found = torch.cuda.get_device_capability()
+    what = f"{torch.cuda.get_device_name()}, capability {found[0]}.{found[1]}"
+    if found < (8, 0):
+        return Finding("problem", f"{what}: TRITON_MLA_SPARSE needs 8.0", "use a newer GPU")
+    if upstream.capability(found)[0] != 12:
+        return Finding("ok", f"{what}: vLLM's own backends come first; --attention-backend {MEMBER} takes the shim's")
     return Finding(
         "warning",
-        f"{what}: TRITON_MLA_SPARSE is a plain torch reference in this version, right but slow",
-        "wait for the release with the Triton kernels before serving on a GPU",
+        f"{what}: {MEMBER} comes first, but the DSA indexer is vLLM's own, which does not run on 12.x in many releases",
+        "wait for the release with the shim's indexer; FLASHINFER_MLA_SPARSE_SM120 is reported to hang under load "
+        "(vllm#51921), so leave it for the shim's when it stalls",
     )
 
 

@@ -86,3 +86,23 @@ def test_patches_of_a_child_reach_the_report(monkeypatch):
     assert doctor.check_child().why == "the shim did not come up in a child process"
     monkeypatch.setattr(doctor, "_patch_rows", lambda: [row | {"state": "applied"}])
     assert doctor.check_child().status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("capability", "assumed", "status", "said"),
+    [
+        ((12, 0), "", "warning", "the DSA indexer is vLLM's own"),
+        ((9, 0), "12.0", "warning", "TRITON_MLA_SPARSE comes first"),
+        ((9, 0), "", "ok", "vLLM's own backends come first"),
+        ((7, 5), "", "problem", "needs 8.0"),
+    ],
+)
+def test_what_is_said_of_a_gpu(monkeypatch, capability, assumed, status, said):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setenv("GLM5_SHIM_ASSUME_CAPABILITY", assumed)
+    finding = doctor.check_gpu()
+    assert finding.status == status
+    assert said in finding.why
