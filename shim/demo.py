@@ -157,7 +157,7 @@ def _stop(process: subprocess.Popen[bytes], state_dir: Path) -> None:
     try:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            process.wait(30)
+            process.wait(15)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C: no more patience, but no orphans either
         pass
     for pid in {process.pid, *(one["pid"] for one in ledger.read(state_dir))}:
