@@ -59,15 +59,13 @@ def names_gguf(name: str) -> bool:
     directory, colon, _ = name.rpartition(":")
     if os.path.isdir(name):
         return not os.path.exists(os.path.join(name, "config.json")) and any(Path(name).glob("*.gguf"))
-    return name.endswith(".gguf") or _has_magic(name) or (bool(colon) and os.path.isdir(directory))
+    if name.endswith(".gguf") or (bool(colon) and os.path.isdir(directory)):
+        return True
+    if not os.path.isfile(name):
+        return False  # most models: gguf and numpy are not imported for them
+    from shim.gguf.files import is_gguf
 
-
-def _has_magic(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False
+    return is_gguf(name)
 
 
 def others_serve_gguf() -> bool:

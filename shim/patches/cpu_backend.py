@@ -56,7 +56,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
         if not _serves_glm5(vllm_config):
-            ledger.idle(NAME, _why_not(vllm_config))
+            ledger.idle(NAME, upstream.not_glm5(getattr(vllm_config.model_config, "hf_config", None)))
             update(cls, vllm_config)
             return
         from vllm.config import CompilationMode
@@ -90,11 +90,6 @@ def _refuse_unknown_cache(kv_cache_dtype: Any) -> None:
 def _serves_glm5(vllm_config: Any) -> bool:
     model = vllm_config.model_config
     return model is not None and upstream.is_glm5(model.hf_config)
-
-
-def _why_not(vllm_config: Any) -> str:
-    model = vllm_config.model_config
-    return f"model_type {getattr(model and model.hf_config, 'model_type', None)!r} is not {upstream.GLM5}"
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
             head_dim, dtype = model.hf_text_config.index_head_dim, model.dtype
             ledger.used(NAME)
         else:
-            ledger.idle(NAME, f"model_type {model.hf_config.model_type!r} is not {upstream.GLM5}")
+            ledger.idle(NAME, upstream.not_glm5(model.hf_config))
         build(self, head_dim, dtype, prefix, cache_config)
 
     def get_attn_backend(self: Any) -> Any:

@@ -37,7 +37,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         config = module.get_current_vllm_config().model_config.hf_config
         if not upstream.is_glm5(config):
-            ledger.idle(NAME, f"model_type {config.model_type!r} is not {upstream.GLM5}")
+            ledger.idle(NAME, upstream.not_glm5(config))
         elif getattr(layer, "prefix", "").endswith(".kv_b_proj"):
             import torch
 

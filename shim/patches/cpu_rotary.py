@@ -37,7 +37,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
         rope = original(*args, **kwargs)
         config = module.get_current_vllm_config().model_config.hf_config
         if not upstream.is_glm5(config):
-            ledger.idle(NAME, f"model_type {config.model_type!r} is not {upstream.GLM5}")
+            ledger.idle(NAME, upstream.not_glm5(config))
             return rope
         ledger.used(NAME)
         twin = copy.copy(rope)

@@ -93,16 +93,12 @@ def lose(tiny: Path, to: Path) -> Path:
 
 
 def other_architecture(tiny: Path, to: Path) -> Path:
-    import gguf
+    from gguf import GGMLQuantizationType
 
-    path = to / "llama.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    from shim.gguf.tiny import write_gguf
+
+    weights = {"token_embd.weight": (np.zeros((8, 32), dtype=np.float32), GGMLQuantizationType.F32)}
+    return write_gguf(to, "llama", {"general.architecture": "llama"}, weights)
 
 
 @pytest.mark.parametrize(

@@ -92,17 +92,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def other_architecture(tmp_path: Path) -> Path:
     """A sound GGUF of another architecture."""
-    import gguf
     import numpy as np
+    from gguf import GGMLQuantizationType
 
-    path = tmp_path / "llama.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    from shim.gguf.tiny import write_gguf
+
+    weights = {"token_embd.weight": (np.zeros((8, 32), dtype=np.float32), GGMLQuantizationType.F32)}
+    return write_gguf(tmp_path, "llama", {"general.architecture": "llama"}, weights)
 
 
 @pytest.fixture

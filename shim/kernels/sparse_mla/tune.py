@@ -35,7 +35,7 @@ class Plan:
 
 
 # H200: 267 us at T 512, 2,057 at T 4096, within 1 % of the best of 30 and 95 % of a plain gather; a second buffer (7)
-# is 10 to 14 % slower, tile 128 12 to 16 %, 4 warps are not among the best six
+# is 10 to 14 % slower, tile 128 12 to 18 %, 4 warps are not among the best six
 NARROW = Config(block_k=32, block_n=8, tile=64, stages=4, warps=2, per_sm=2)
 # predicted: 16 heads fill the MMA; two tiles of 18 KB overlap gather and MMA within the program
 MIDDLE = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=1)
@@ -44,7 +44,7 @@ WIDE = Config(block_k=32, block_n=32, tile=128, stages=4, warps=8, per_sm=1)
 # H200, 64 heads: 1,642 us at T 512, 4.8 times FA3 (which has wgmma's 64 rows). Untuned; Q takes 72 KB of shared memory
 WIDEST = Config(block_k=16, block_n=64, tile=128, stages=4, warps=8, per_sm=1)
 # H200: 103 us at T 64, 656 at T 512, 4,670 at T 4096, the best of 12 to 48 each; 7 stages are 2 to 4 % slower (and
-# spill with Triton 3.9), 4 warps 36 to 55 % from T 512 on, block_k 32 twice as slow. A quarter of the gather: bound
+# spill with Triton 3.9), 4 warps 54 to 55 % from T 512 on, block_k 32 twice as slow. A quarter of the gather: bound
 # by conversion
 NARROW_FP8 = Config(block_k=16, block_n=8, tile=64, stages=4, warps=2, per_sm=4)
 # H200, 64 heads: 4,280 us at T 512, 9.4 times FlashMLA: a row is gathered and converted four times over. Untuned;
