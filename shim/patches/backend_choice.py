@@ -1,16 +1,18 @@
-"""Target: vllm.platforms.cuda._get_backend_priorities
+"""Target: vllm.platforms.cuda._get_backend_priorities, CudaPlatformBase.get_attn_backend_cls
 
 Why:    for sparse MLA on capability 12.x vLLM offers nothing up to 0.23 ("No valid attention backend found"), and
         from 0.24 on one backend with reported hangs under load.
 How:    TRITON_MLA_SPARSE goes first in the MLA list where the capability is 12.x, or is assumed to be
         (GLM5_SHIM_ASSUME_CAPABILITY). For dense MLA it changes nothing: the backend says that it is sparse only, and
-        vLLM goes on to the next in line.
+        vLLM goes on to the next in line. Where vLLM's own sparse backend is chosen on 12.x all the same (asked for by
+        name), the log says what is known of it, so that a stall can be told from work.
 Delete: with backend_member.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +22,13 @@ from shim.patches.backend_member import MEMBER
 
 NAME = "backend_choice"
 SYMBOL = "_get_backend_priorities"
+CHOICE = "CudaPlatformBase.get_attn_backend_cls"
+NATIVE = "FlashInferMLASparse"  # in the class path of vLLM's own sparse backend for 12.x, 0.24 and later
+HANG = (
+    "FLASHINFER_MLA_SPARSE_SM120 is reported to hang under load on capability 12.x (vllm#51921, vllm#54929): "
+    f"if requests stall, start with --attention-backend {MEMBER}"
+)
+log = logging.getLogger(__name__)
 
 
 def probe(module: ModuleType) -> Verdict:
@@ -29,7 +38,9 @@ def probe(module: ModuleType) -> Verdict:
     if found[:2] != ["use_mla", "device_capability"]:
         expected = "(use_mla, device_capability, ...)"
         return Verdict.unknown(f"{module.__name__}.{SYMBOL} takes ({', '.join(found)}), expected {expected}")
-    return Verdict.apply()
+    known = ["cls", "selected_backend", "attn_selector_config"]
+    problem = upstream.signature_problem(module, CHOICE, known, [*known, "num_heads"])
+    return Verdict.unknown(problem) if problem else Verdict.apply()
 
 
 def apply(module: ModuleType) -> dict[str, Any]:
@@ -40,10 +51,9 @@ def apply(module: ModuleType) -> dict[str, Any]:
         given = signature.bind(*args, **kwargs).arguments
         priorities = list(original(*args, **kwargs))
         capability = given["device_capability"]
-        major, _ = upstream.capability((capability.major, capability.minor))
         if not given["use_mla"]:
             ledger.idle(NAME, "the model does not use MLA")
-        elif major != 12:
+        elif _major(capability) != 12:
             ledger.idle(NAME, f"capability {capability.major}.{capability.minor} is not 12.x")
         else:
             member = module.AttentionBackendEnum[MEMBER]
@@ -51,13 +61,25 @@ def apply(module: ModuleType) -> dict[str, Any]:
             return [member, *(b for b in priorities if b is not member)]
         return priorities
 
-    return {SYMBOL: _get_backend_priorities}
+    choose = upstream.raw(module, CHOICE).__func__
+
+    def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
+        path: str = choose(cls, *args, **kwargs)
+        if NATIVE in path and _major(cls.get_device_capability()) == 12:
+            log.warning(HANG)
+        return path
+
+    return {SYMBOL: _get_backend_priorities, CHOICE: classmethod(get_attn_backend_cls)}
+
+
+def _major(found: Any) -> int:
+    return upstream.capability((found.major, found.minor))[0]
 
 
 PATCH = Patch(
     name=NAME,
     target="vllm.platforms.cuda",
-    replaces=(SYMBOL,),
+    replaces=(SYMBOL, CHOICE),
     why="no backend takes sparse MLA on capability 12.x up to vLLM 0.23; the one of 0.24 and later hangs under load",
     upstream="vllm#38006, vllm#51921: delete with backend_member",
     tested="an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",

@@ -104,11 +104,33 @@ def priorities_033(
     return ["FIRST", "SECOND"]
 
 
-@pytest.fixture(params=[priorities_016, priorities_033])
+class Platform016:
+    capability = Capability(12, 0)
+
+    @classmethod
+    def get_device_capability(cls):
+        return cls.capability
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config):
+        return f"vllm.{selected_backend}"
+
+
+class Platform033(Platform016):
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
+        return f"vllm.{selected_backend}"
+
+
+@pytest.fixture(params=[(priorities_016, Platform016), (priorities_033, Platform033)])
 def cuda(request, stub):
     stub(backend_member.PATCH, AttentionBackendEnum=(backends := closed_enum()))
+    priorities, platform = request.param
     return stub(
-        backend_choice.PATCH, AttentionBackendEnum=backends, _get_backend_priorities=functools.cache(request.param)
+        backend_choice.PATCH,
+        AttentionBackendEnum=backends,
+        _get_backend_priorities=functools.cache(priorities),
+        CudaPlatformBase=type("CudaPlatformBase", (platform,), dict(vars(platform))),
     )
 
 
@@ -169,7 +191,7 @@ def test_choice_stands_on_the_member(cuda, switch_on):
 
 def test_choice_unknown_signature(stub, switch_on):
     stub(backend_member.PATCH, AttentionBackendEnum=closed_enum())
-    stub(backend_choice.PATCH, _get_backend_priorities=lambda config: [])
+    stub(backend_choice.PATCH, _get_backend_priorities=lambda config: [], CudaPlatformBase=Platform016)
     with pytest.raises(
         ShimError, match=r"_get_backend_priorities takes \(config\), expected \(use_mla, device_capability"
     ):
@@ -181,3 +203,31 @@ def test_choice_symbol_gone(stub, switch_on):
     stub(backend_choice.PATCH)
     with pytest.raises(ShimError, match="_get_backend_priorities does not exist"):
         switch_on(*BOTH)
+
+
+def test_choice_of_a_class_unknown_signature(stub, switch_on):
+    stub(backend_member.PATCH, AttentionBackendEnum=closed_enum())
+    platform = type("CudaPlatformBase", (), {"get_attn_backend_cls": classmethod(lambda cls, config: "")})
+    stub(backend_choice.PATCH, _get_backend_priorities=priorities_033, CudaPlatformBase=platform)
+    with pytest.raises(
+        ShimError, match=r"get_attn_backend_cls takes \(cls, config\), expected \(cls, selected_backend"
+    ):
+        switch_on(*BOTH)
+
+
+@pytest.mark.parametrize(
+    ("capability", "assumed", "chosen", "warned"),
+    [
+        ((12, 0), "", "FlashInferMLASparseSM120Backend", True),
+        ((12, 1), "", "FlashInferMLASparseBackend", True),
+        ((9, 0), "12.0", "FlashInferMLASparseSM120Backend", True),
+        ((10, 0), "", "FlashInferMLASparseBackend", False),
+        ((12, 0), "", "FlashMLASparseBackend", False),
+    ],
+)
+def test_the_log_names_the_known_hang(cuda, switch_on, caplog, monkeypatch, capability, assumed, chosen, warned):
+    monkeypatch.setenv("GLM5_SHIM_ASSUME_CAPABILITY", assumed)
+    switch_on(*BOTH)
+    cuda.CudaPlatformBase.capability = Capability(*capability)
+    assert cuda.CudaPlatformBase.get_attn_backend_cls(chosen, attn_selector_config=None) == f"vllm.{chosen}"
+    assert ("hang under load" in caplog.text and f"--attention-backend {MEMBER}" in caplog.text) is warned
