@@ -1,22 +1,15 @@
 """Every configuration that the launcher can pick, compiled for sm_120 by the ptxas that Triton carries, without a GPU.
 
-As a script this file compiles what it is told and prints one JSON object per kernel. The test runs two of those: the
-interpreter, which other tests use, cannot be switched off again in a process.
+As a script this file compiles what it is told and prints one JSON object per kernel (compile_gate.py).
 """
 
 import itertools
 import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
+import compile_gate
 import pytest
+from compile_gate import resident_warps
 
-SHARED = 101_376  # bytes a block may have on 12.x
-SM_SHARED, SM_REGISTERS, SM_WARPS = 102_400, 65_536, 48  # of an SM of 12.x; each block takes 1,024 bytes more
 Q, OWN, FP32, FP8 = ("bf16", "fp16"), "own", "fp32", "u8"
 
 
@@ -45,9 +38,6 @@ SPILLS = {"cap": 120, "fp8": False, "q": "bf16", "out": OWN, "config": [32, 8, 6
 
 def compile_one(job: dict) -> dict:
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from shim.kernels.sparse_mla import kernel, launch, tune
 
@@ -59,58 +49,19 @@ def compile_one(job: dict) -> dict:
     else:
         cache = torch.uint8 if job["fp8"] else dtype
         config = tune.Config(*job["config"]) if "config" in job else tune.config_for(job["heads"], cache)
-        function, constants, warps = kernel.attend, launch.constants(config, dtype, cache, 64), config.warps
+        function, constants, warps = kernel.attend, launch.constants(config, cache, 64, job["cap"] >= 89), config.warps
         out = q if job["out"] == OWN else job["out"]
         pointers = {"q_latent": q, "q_rope": q, "cache": FP8 if job["fp8"] else q, "out": out, "lse": "fp32"}
         pointers |= dict.fromkeys(("topk", "req_ids", "table", "seq_lens"), "i32")
-    names = function.arg_names
-    kinds = {n: "*" + pointers[n] if n in pointers else "constexpr" if n in constants else "i32" for n in names}
-    if "scale" in kinds:
-        kinds["scale"] = "fp32"
-    aligned = {"q_latent", "q_rope", "cache", "out", "part_out", "part_lse"} & set(names)
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    source = ASTSource(fn=function, signature=kinds, constexprs=constants, attrs=attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", job["cap"], 32), options={"num_warps": warps})
-    ptx = built.asm["ptx"]
-    return (
-        job
-        | {
-            "warps": warps,
-            "config": "merge" if job.get("merge") else repr(config),
-            "shared": built.metadata.shared,
-            "mma": len(re.findall(r"\bmma\.sync|wgmma\.mma_async", ptx)),
-            "mma_sync": ptx.count("mma.sync"),
-            "async16": len(re.findall(r"cp\.async\.c[ga]\.shared\.global.*0x10", ptx)),
-        }
-        | resources(built.asm["cubin"], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-    )
-
-
-def resources(cubin: bytes, cuobjdump: Path) -> dict:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(cuobjdump), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
-    assert found, text
-    return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
-
-
-def resident_warps(row: dict) -> int:
-    """Warps that an SM of 12.x holds at once."""
-    registers = -(-row["registers"] * 32 // 256) * 256 * row["warps"]
-    blocks = min(SM_SHARED // (row["shared"] + 1024), SM_REGISTERS // registers, SM_WARPS // row["warps"])
-    return blocks * row["warps"]
+    types = {name: f"*{kind}" for name, kind in pointers.items()} | {"scale": "fp32"}
+    aligned = {"q_latent", "q_rope", "cache", "out", "part_out", "part_lse"}
+    row = compile_gate.build(function, types, constants, job["cap"], warps, aligned)
+    return row | {"config": "merge" if job.get("merge") else repr(config)}
 
 
 def refuse(row: dict) -> list[str]:
     """Why this kernel may not be launched on 12.x."""
-    problems = []
-    if row["shared"] > SHARED:
-        problems.append(f"{row['shared']} bytes of shared memory")
-    if row["stack"] or row["local"]:
-        problems.append(f"spills: STACK {row['stack']}, LOCAL {row['local']}")
+    problems = compile_gate.refuse(row)
     if not row.get("merge") and not row["mma_sync"]:
         problems.append("no mma.sync")
     if not row.get("merge") and not row["async16"]:
@@ -118,30 +69,10 @@ def refuse(row: dict) -> list[str]:
     return problems
 
 
-def compile_all(work: list[dict]) -> list[dict]:
-    """In two processes that know nothing of the interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__]
-    running = []
-    for part in (work[::2], work[1::2]):
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
-        assert process.stdin
-        process.stdin.write(json.dumps(part))
-        process.stdin.close()
-        running.append(process)
-    rows = [json.loads(line) for process in running for line in process.stdout]
-    assert [process.wait() for process in running] == [0, 0]
-    return rows
-
-
 @pytest.fixture(scope="module")
 def rows():
     pytest.importorskip("triton")
-    work = [*jobs(), TOO_LARGE, SPILLS]
-    rows = compile_all(work)
-    assert len(rows) == len(work)
-    return rows
+    return compile_gate.compile_all(__file__, [*jobs(), TOO_LARGE, SPILLS])
 
 
 def selectable(rows: list[dict]) -> list[dict]:
@@ -187,5 +118,4 @@ def test_what_does_not_fit_is_refused(rows):
 
 
 if __name__ == "__main__":
-    for job in json.loads(sys.stdin.read()):
-        print(json.dumps(compile_one(job)), flush=True)
+    compile_gate.main(compile_one)

@@ -10,8 +10,9 @@ so that 8 heads fill the larger product and its accumulators. Swapping the first
 tile in both orientations: Triton 3.6 then gives up cp.async for it and makes a second copy (seen in the TTGIR). QK at 8
 heads fills half of its MMA instead; the kernel is bound by the gather.
 
-The latent is taken in pieces, because an fp8 row has one scale per 128 values: the scale multiplies the fp32 partial
-score, and goes into P for the output, so e4m3 values enter the MMA as they are (exact in bf16 and fp16).
+The latent is taken in pieces, because an fp8 row has one scale per 128 values. e4m3 values enter the MMA as they are,
+exact in fp16: the scale multiplies the fp32 partial score, and goes into P for the output. The query meets them as
+fp16, over a power of two of its own that keeps it in range; P as fp16, over the largest scale of the tile.
 
 Sources: DeepSeek's FlashMLA (sparse decode: one latent for keys and values, softmax in base 2); flash-decoding (split-K
 whose shares leave normalised outputs and an LSE); FlashAttention 2 (online softmax).
@@ -22,6 +23,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+TINY: tl.constexpr = tl.constexpr(1.0e-30)  # a divisor that is not 0
 FAR: tl.constexpr = tl.constexpr(-1.0e30)  # "minus infinity" that can be subtracted from itself
 
 # No variant per value (1, a multiple of 16) or per alignment of these. Strides are counted in 16 bytes, which tells the
@@ -35,14 +37,38 @@ _MERGE_ANY = ["lse", "heads", "splits", "out_t", "out_n", "lse_t", "lse_n"]
 
 
 @triton.jit
-def _e4m3(bits, TYPE: tl.constexpr):
-    """e4m3 in bits 14..8 (exponent, mantissa) and 15 (sign) of a word, as bf16 or fp16: exact, on any capability.
+def _e4m3_pairs(two, CVT: tl.constexpr):
+    """The even and the odd values, as fp16, of words of two e4m3 values. Exact; a NaN stays one only with CVT.
 
-    The exponent's bits move into place and a product makes up for the bias, also of subnormals. (NaN becomes 480.)
+    CVT: by the conversion that GPUs of capability 8.9 and up have. Else by hand: exponent and mantissa move into place,
+    and a product makes up for the bias, also of subnormals.
     """
-    bfloat: tl.constexpr = tl.bfloat16 == TYPE
-    value = ((bits & 0x8000) | ((bits & 0x7F00) >> (4 if bfloat else 1))).to(TYPE, bitcast=True)
-    return value * tl.full([1, 1], 2.0 ** (127 - 7) if bfloat else 2.0 ** (15 - 7), tl.float32).to(TYPE)
+    if CVT:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            .reg .b32 first, second;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 first, low;
+            cvt.rn.f16x2.e4m3x2 second, high;
+            prmt.b32 $0, first, second, 0x5410;
+            prmt.b32 $1, first, second, 0x7632;
+            }""",
+            "=r,=r,r",
+            [two],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+        return even, odd
+    else:
+        return _e4m3(two << 8), _e4m3(two)
+
+
+@triton.jit
+def _e4m3(bits):
+    value = ((bits & 0x8000) | ((bits & 0x7F00) >> 1)).to(tl.float16, bitcast=True)
+    return value * tl.full([1, 1], 2.0 ** (15 - 7), tl.float16)
 
 
 @triton.jit
@@ -56,8 +82,22 @@ def _values_of(piece, TILE: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def _query(q, n, d, mask, stride_n, TYPE: tl.constexpr):
-    return tl.load(q + n[:, None] * stride_n * 8 + d[None, :], mask=mask[:, None], other=0).to(TYPE)  # [N, TILE]
+def _query(q, n, d, mask, stride_n):
+    return tl.load(q + n[:, None] * stride_n * 8 + d[None, :], mask=mask[:, None], other=0)  # [N, TILE]
+
+
+@triton.jit
+def _in_fp16(q, PIECES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Each head's query over the power of two below its largest value, which is returned too."""
+    largest = tl.zeros([BLOCK_N], tl.float32)
+    for i in tl.static_range(PIECES):
+        largest = tl.maximum(largest, tl.max(tl.abs(q[i].to(tl.float32)), 1))
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    unit = tl.where(power > 0, power, 1.0)
+    scaled = ()
+    for i in tl.static_range(PIECES):
+        scaled += ((q[i].to(tl.float32) / unit[:, None]).to(tl.float16),)
+    return unit, scaled
 
 
 @triton.jit
@@ -81,7 +121,7 @@ def attend(
     out_t, out_s, out_n,  # in 8 values
     lse_t, lse_s, lse_n,  # in values
     PAGE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
-    FP8: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr, KEY_TYPE: tl.constexpr, VALUE_TYPE: tl.constexpr,
+    FP8: tl.constexpr, CVT: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Share `split` is columns [split * span, split * span + span) of the row. It writes attention over these alone."""
     groups = tl.cdiv(heads, BLOCK_N)
@@ -103,8 +143,10 @@ def attend(
     q_rope += t * q_rope_t * 8
     q = ()
     for i in tl.static_range(PIECES):
-        q += (_query(q_latent, n, _values_of(i, TILE, FP8), in_heads, q_latent_n, KEY_TYPE),)
-    q_r = _query(q_rope, n, tl.arange(0, 64), in_heads, q_rope_n, KEY_TYPE)
+        q += (_query(q_latent, n, _values_of(i, TILE, FP8), in_heads, q_latent_n),)
+    q_r = _query(q_rope, n, tl.arange(0, 64), in_heads, q_rope_n)
+    if FP8:
+        unit, q = _in_fp16(q, PIECES, BLOCK_N)
 
     top = tl.full([BLOCK_N], FAR, tl.float32)  # largest score so far, base 2
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -129,23 +171,25 @@ def attend(
             for i in tl.static_range(4):
                 d = i * 64 + tl.arange(0, 64)
                 two = tl.load(words[None, :] + d[:, None], mask=chosen[None, :], other=0)  # [64, BLOCK_K]
-                k += (_e4m3(two << 8, KEY_TYPE), _e4m3(two, KEY_TYPE))
+                even, odd = _e4m3_pairs(two, CVT)
+                k += (even, odd)
                 scales += (tl.load(scale_of + i, mask=chosen, other=0),)
             ropes = (rows + 528).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         else:
             for i in tl.static_range(PIECES):
                 d = i * TILE + tl.arange(0, TILE)
-                tile = tl.load(rows[None, :] + d[:, None], mask=chosen[None, :], other=0)  # [TILE, BLOCK_K]
-                k += (tile.to(KEY_TYPE),)
+                k += (tl.load(rows[None, :] + d[:, None], mask=chosen[None, :], other=0),)  # [TILE, BLOCK_K]
             ropes = rows + 512
-        k_r = tl.load(ropes[None, :] + tl.arange(0, 64)[:, None], mask=chosen[None, :], other=0).to(KEY_TYPE)
+        k_r = tl.load(ropes[None, :] + tl.arange(0, 64)[:, None], mask=chosen[None, :], other=0).to(q_r.dtype)
 
-        s = tl.dot(q_r, k_r)  # [N, BLOCK_K]
-        for i in tl.static_range(PIECES):
-            if FP8:
-                if i % 2 == 0:
-                    s += tl.dot(q[i + 1], k[i + 1], tl.dot(q[i], k[i])) * scales[i // 2][None, :]
-            else:
+        if FP8:
+            s = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            for i in tl.static_range(4):
+                s += tl.dot(q[2 * i + 1], k[2 * i + 1], tl.dot(q[2 * i], k[2 * i])) * scales[i][None, :]
+            s = tl.dot(q_r, k_r, s * unit[:, None])  # [N, BLOCK_K]
+        else:
+            s = tl.dot(q_r, k_r)
+            for i in tl.static_range(PIECES):
                 s = tl.dot(q[i], k[i], s)
 
         s = tl.where(chosen[None, :], s * (scale * LOG2E), FAR)
@@ -155,10 +199,17 @@ def attend(
         total = total * fade + tl.sum(p, 1)
         top = new_top
         faded = ()
-        for i in tl.static_range(PIECES):
-            weight = p * scales[i // 2][None, :] if FP8 else p
-            weight = tl.trans(weight.to(VALUE_TYPE))  # [BLOCK_K, N]
-            faded += (tl.dot(k[i].to(VALUE_TYPE), weight, acc[i] * fade[None, :]),)  # [TILE, N]
+        if FP8:
+            for i in tl.static_range(4):
+                most = tl.maximum(tl.max(scales[i], 0), TINY)
+                weight = tl.trans((p * (scales[i] / most)[None, :]).to(tl.float16))  # [BLOCK_K, N]
+                for j in tl.static_range(2):
+                    added = tl.dot(k[2 * i + j], weight) * most
+                    faded += (acc[2 * i + j] * fade[None, :] + added,)  # [TILE, N]
+        else:
+            weight = tl.trans(p.to(k[0].dtype))
+            for i in tl.static_range(PIECES):
+                faded += (tl.dot(k[i], weight, acc[i] * fade[None, :]),)
         acc = faded
 
     full = total > 0  # the largest score alone adds 1; none chosen: out 0, lse -inf

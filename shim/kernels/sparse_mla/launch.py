@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from shim.kernels.sparse_mla import interpret, kernel, tune
 from shim.kernels.sparse_mla.reference import FP8_ROW_BYTES, LATENT, ROPE, ROW
 
 log = logging.getLogger(__name__)
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_TYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TYPES = (torch.bfloat16, torch.float16)
 _compiled = -1  # how many variants there were after warm-up; -1: no warm-up yet
 
 if triton.knobs.runtime.interpret:
@@ -116,7 +115,7 @@ def sparse_mla(
         latent.stride(0) // 8, latent.stride(1) // 8, rope.stride(0) // 8, rope.stride(1) // 8,
         cache.stride(0) // unit, cache.stride(1) // unit, topk.stride(0), block_table.stride(0),
         shares.stride(0) // 8, shares.stride(1) // 8, shares.stride(2) // 8, *share_lse.stride(),
-        **constants(config, latent.dtype, cache.dtype, cache.shape[1]), num_warps=config.warps,
+        **constants(config, cache.dtype, cache.shape[1], _converts(latent.device)), num_warps=config.warps,
     )  # fmt: skip
     if splits > 1:
         kernel.merge[(tokens * heads, LATENT // tune.MERGE_D)](
@@ -132,14 +131,12 @@ MERGE_CONSTANTS = {"MAX_SPLITS": tune.MAX_SPLITS, "STEP": tune.MERGE_STEP, "BLOC
 
 
 @lru_cache
-def constants(config: tune.Config, q_dtype: torch.dtype, cache_dtype: torch.dtype, page: int) -> dict[str, Any]:
-    """What `kernel.attend` is compiled for."""
-    fp8 = cache_dtype == torch.uint8
-    value = torch.bfloat16 if fp8 else q_dtype  # P times an arbitrary scale needs bf16's range
+def constants(config: tune.Config, cache_dtype: torch.dtype, page: int, cvt: bool) -> dict[str, Any]:
+    """What `kernel.attend` is compiled for. `cvt`: this GPU converts e4m3 by itself (8.9 and up)."""
     return {
         "PAGE": page, "BLOCK_K": config.block_k, "BLOCK_N": config.block_n, "TILE": config.tile,
-        "PIECES": LATENT // config.tile, "FP8": fp8, "SCAN": tune.SCAN, "STAGES": config.stages,
-        "KEY_TYPE": _TYPES[q_dtype], "VALUE_TYPE": _TYPES[value],
+        "PIECES": LATENT // config.tile, "FP8": cache_dtype == torch.uint8, "CVT": cvt, "SCAN": tune.SCAN,
+        "STAGES": config.stages,
     }  # fmt: skip
 
 
@@ -179,6 +176,11 @@ def warm_up(
         count += 1
     _compiled = _variants_compiled()
     return count
+
+
+@lru_cache
+def _converts(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @lru_cache

@@ -1,0 +1,174 @@
+# mypy: ignore-errors
+"""The indexer's scores on the GPU: logit[m, n] = k_scale[n] * sum_h w[m, h] * relu(q[m, h] . k[n]).
+
+Keys stand on the MMA's row side, (query, head) on its column side, so that most of the sum over heads stays within a
+thread, and the fp32 work is one maximum and one FMA for 2 * 128 operations of the MMA:
+
+    S [BLOCK_N, COLUMNS] = K [BLOCK_N, 128] . Q^T [128, COLUMNS]        COLUMNS = queries * heads of one product
+
+The interface is that of DeepGEMM's `fp8_mqa_logits` and `fp8_paged_mqa_logits`.
+"""
+
+import triton
+import triton.language as tl
+
+DIM: tl.constexpr = tl.constexpr(128)
+PAGE: tl.constexpr = tl.constexpr(64)
+
+# No variant per value (1, a multiple of 16) or per alignment of these. Strides of q, k and the cache are counted in 16
+# bytes, which tells the compiler as much; the caller checks it.
+_MQA_ANY = [
+    "k_scale", "w", "ks", "ke", "out", "queries", "keys", "width", "compressed",
+    "q_m", "q_h", "k_n", "w_m", "w_h", "out_m",
+]  # fmt: skip
+_PAGED_ANY = [
+    "w", "lens", "table", "out", "batch", "next_n", "counts", "limit", "groups",
+    "q_b", "q_j", "q_h", "cache_block", "w_r", "w_h", "lens_b", "lens_j", "table_b", "out_r",
+]  # fmt: skip
+
+
+@triton.jit
+def _operand(x):
+    """What enters the MMA: e4m3 as it is, or as fp16 (exact) where a card lacks it and it came as uint8: exponent and
+    mantissa move into place, and a product makes up for the bias, also of subnormals. (NaN becomes 480.)"""
+    if x.dtype == tl.uint8:
+        wide = x.to(tl.uint16)
+        value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return value * tl.full([1, 1], 2.0 ** (15 - 7), tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def _scores(k, q, w, HEADS: tl.constexpr):
+    """sum_h w * relu(k . q) of k [N, 128], q [COLUMNS, 128] and w [COLUMNS]: fp32 [N, COLUMNS // HEADS]."""
+    s = tl.dot(k, tl.trans(_operand(q)))
+    s = tl.maximum(s, 0.0) * w[None, :]
+    return tl.sum(tl.reshape(s, [s.shape[0], s.shape[1] // HEADS, HEADS]), 2)
+
+
+@triton.jit(do_not_specialize=_MQA_ANY)
+def mqa(
+    q, k, k_scale, w, ks, ke, out,
+    queries, keys, width, compressed,
+    q_m, q_h, k_n,  # in 16 bytes
+    w_m, w_h, out_m,  # in values
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program keeps BLOCK_N keys and streams those of GROUP queries that see any of them. `compressed`: 0 or 1."""
+    ROWS: tl.constexpr = COLUMNS // HEADS
+    UNIT: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth  # values in 16 bytes
+    tiles = tl.cdiv(keys, BLOCK_N)
+    pid = tl.program_id(0)
+    first_key = pid % tiles * BLOCK_N  # programs side by side share their queries in L2
+    first = pid // tiles * GROUP
+    m = first + tl.arange(0, GROUP)
+    start = tl.load(ks + m, mask=m < queries, other=0)
+    stop = tl.load(ke + m, mask=m < queries, other=0)
+    sees = (tl.maximum(start, first_key) < tl.minimum(stop, first_key + BLOCK_N)) & (m < queries)
+    begin = tl.min(tl.where(sees, m, first + GROUP), 0)
+    end = tl.max(tl.where(sees, m + 1, first), 0)
+    if begin < end:
+        n = first_key + tl.arange(0, BLOCK_N)
+        d = tl.arange(0, DIM)
+        column = tl.arange(0, COLUMNS)  # of the MMA: query c, head h
+        rows = k + n.to(tl.int64) * k_n * UNIT
+        held = _operand(tl.load(rows[:, None] + d[None, :], mask=(n < keys)[:, None], other=0.0))
+        scale = tl.load(k_scale + n, mask=n < keys, other=0.0)
+        c = column // HEADS
+        h = column % HEADS
+        r = tl.arange(0, ROWS)
+        lines = (c * q_m + h * q_h) * UNIT
+        for row in tl.range(begin, end, ROWS, num_stages=STAGES):
+            wide = tl.cast(row, tl.int64)
+            left = end - row
+            line = (q + wide * q_m * UNIT) + lines
+            query = tl.load(line[:, None] + d[None, :], mask=(c < left)[:, None], other=0.0)
+            weight = tl.load((w + wide * w_m) + (c * w_m + h * w_h), mask=c < left, other=0.0)
+            r_start = tl.load(ks + row + r, mask=r < left, other=0)
+            r_stop = tl.load(ke + row + r, mask=r < left, other=0)
+            logits = _scores(held, query, weight, HEADS) * scale[:, None]  # [BLOCK_N, ROWS]
+            shift = r_start * compressed
+            r_stop = tl.minimum(tl.minimum(r_stop, shift + width), keys)
+            inside = (n[:, None] >= r_start[None, :]) & (n[:, None] < r_stop[None, :])
+            place = (out + wide * out_m) + (r.to(tl.int64) * out_m - shift)
+            tl.store(place[None, :] + n[:, None], logits, mask=inside)
+
+
+@triton.jit
+def _lengths(lens, b, batch, counts, limit, lens_b, lens_j):
+    """Keys of requests `b`: of their longest row."""
+    length = tl.zeros_like(b)
+    for j in range(counts):
+        length = tl.maximum(length, tl.load(lens + b * lens_b + j * lens_j, mask=b < batch, other=0))
+    return tl.minimum(length, limit)
+
+
+@triton.jit(do_not_specialize=_PAGED_ANY)
+def paged_mqa(
+    q, cache, w, lens, table, out,
+    batch, next_n, counts, limit, groups,
+    q_b, q_j, q_h, cache_block,  # in 16 bytes
+    w_r, w_h, lens_b, lens_j, table_b, out_r,  # in values
+    HEADS: tl.constexpr, COLUMNS: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The pages of all requests, one after the other, are dealt out evenly to the programs, whatever the lengths.
+
+    counts: 1 or next_n, lengths of a request; groups: of COLUMNS // HEADS rows, each goes through all pages; limit:
+    keys that the answer and the table have room for.
+    """
+    ROWS: tl.constexpr = COLUMNS // HEADS
+    group = tl.program_id(0) % groups  # programs side by side share their keys in L2
+    share = tl.program_id(0) // groups
+    total = 0
+    for first in range(0, batch, SCAN):
+        b = first + tl.arange(0, SCAN)
+        total += tl.sum(tl.cdiv(_lengths(lens, b, batch, counts, limit, lens_b, lens_j), PAGE), 0)
+    span = tl.cdiv(total, tl.num_programs(0) // groups)
+    page = share * span
+    end = tl.minimum(page + span, total)
+    request = 0  # the one that `page` is of
+    before = 0  # pages before it
+    seen = 0
+    for first in range(0, batch, SCAN):
+        b = first + tl.arange(0, SCAN)
+        pages = tl.cdiv(_lengths(lens, b, batch, counts, limit, lens_b, lens_j), PAGE)
+        upto = seen + tl.cumsum(pages, 0)
+        passed = (upto <= page) & (b < batch)
+        request += tl.sum(passed.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, upto, 0), 0))
+        seen += tl.sum(pages, 0)
+
+    d = tl.arange(0, DIM)
+    r = group * ROWS + tl.arange(0, ROWS)
+    c = group * ROWS + tl.arange(0, COLUMNS) // HEADS
+    h = tl.arange(0, COLUMNS) % HEADS
+    n = tl.arange(0, PAGE)
+    rows = n[:, None] * DIM + d[None, :]
+    while page < end:
+        length = 0
+        for j in range(counts):
+            length = tl.maximum(length, tl.load(lens + request * lens_b + j * lens_j))
+        length = tl.minimum(length, limit)
+        its_pages = tl.cdiv(length, PAGE)
+        its_end = tl.minimum(end - before, its_pages)
+        wide = request.to(tl.int64)
+        lines = q + (wide * q_b + c * q_j + h * q_h) * 16
+        query = tl.load(lines[:, None] + d[None, :], mask=(c < next_n)[:, None], other=0.0)
+        weight = tl.load(w + (wide * next_n + c) * w_r + h * w_h, mask=c < next_n, other=0.0)
+        visible = tl.load(lens + request * lens_b + r * lens_j, mask=r < next_n, other=0)
+        visible += tl.where(counts == next_n, 0, r - next_n + 1)
+        visible = tl.where(r < next_n, tl.minimum(visible, length), 0)
+        place = out + (wide * next_n + r) * out_r
+        blocks = table + wide * table_b
+        for t in tl.range(page - before, its_end, num_stages=STAGES):
+            left = length - t * PAGE
+            block = cache + tl.load(blocks + t).to(tl.int64) * cache_block * 16
+            k = tl.load(block + rows, mask=(n < left)[:, None], other=0.0)
+            scales = (block + PAGE * DIM).to(tl.pointer_type(tl.float32), bitcast=True)
+            scale = tl.load(scales + n, mask=n < left, other=0.0)
+            logits = _scores(_operand(k), query, weight, HEADS) * scale[:, None]  # [PAGE, ROWS]
+            tl.store(place[None, :] + t * PAGE + n[:, None], logits, mask=n[:, None] < (visible - t * PAGE)[None, :])
+        page = before + its_end
+        before += its_pages
+        request += 1

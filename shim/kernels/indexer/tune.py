@@ -1,0 +1,62 @@
+"""How the indexer's kernels are launched. Everything here fits 12.x: 101,376 bytes, no spill.
+
+`tests/kernels/test_indexer_compiles.py` compiles all of it; `bench --sweep` measures the neighbours. Reasons that begin
+with "predicted" await a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEADS = (16, 32, 64)
+SCAN = 128  # requests whose lengths a program of the paged kernel adds up at once
+
+
+@dataclass(frozen=True)
+class Prefill:
+    block_n: int  # keys that a program keeps
+    columns: int  # of one MMA product: queries * heads
+    group: int  # queries that a program goes through
+    stages: int  # buffers of queries, and one
+    warps: int
+
+
+@dataclass(frozen=True)
+class Paged:
+    columns: int  # at most: rows * heads of one MMA product
+    stages: int  # a table entry, then its page: 3: one page in shared memory, 5: two, 7: three
+    warps: int
+    per_sm: int  # programs per SM
+
+
+# Triton puts all warps along the keys, so that no sum over heads crosses warps, only if block_n >= columns * warps.
+# predicted: bound by the MMA, whose 32 QMMA of 16 cycles a warp stand against 215 other instructions; 96 registers and
+# 42 KB let two programs of 8 warps share an SM, and 256 keys halve what 128 fetch of Q from L2
+PREFILL_MMA = Prefill(block_n=256, columns=32, group=128, stages=3, warps=8)
+# predicted: 64 heads are one query; two programs of 4 warps (42 KB, 248 registers) share an SM
+PREFILL_MMA_64 = Prefill(block_n=256, columns=64, group=128, stages=2, warps=4)
+# predicted: wgmma's wide side reads K from shared memory once for 4 queries; two programs an SM, one at the MMA while
+# the other sums
+PREFILL_WGMMA = Prefill(block_n=128, columns=128, group=128, stages=3, warps=4)
+
+# predicted: bound by bytes; two pages in flight in each of 3 programs are 50 KB an SM, and 1.79 TB/s need about 10. All
+# programs must be resident at once: 3 of 64 columns are, by registers
+PAGED_MMA = Paged(columns=64, stages=5, warps=4, per_sm=3)
+# predicted: 4.8 TB/s need about 36 KB in flight an SM
+PAGED_WGMMA = Paged(columns=64, stages=5, warps=4, per_sm=4)
+
+
+def prefill(heads: int, capability: tuple[int, int]) -> Prefill:
+    if capability[0] == 9:
+        return PREFILL_WGMMA
+    return PREFILL_MMA_64 if heads > PREFILL_MMA.columns else PREFILL_MMA
+
+
+def paged(capability: tuple[int, int]) -> Paged:
+    return PAGED_WGMMA if capability[0] == 9 else PAGED_MMA
+
+
+def paged_columns(heads: int, next_n: int, config: Paged) -> int:
+    """Columns of one MMA product: as many of a request's rows as fit, a power of two."""
+    rows = 1 << (next_n - 1).bit_length()
+    return max(heads, min(config.columns, rows * heads))
