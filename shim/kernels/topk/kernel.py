@@ -1,0 +1,289 @@
+# mypy: ignore-errors
+"""Exact top-k of rows on the GPU: sample, collect, select.
+
+    sample    a few thousand logits of the row give a threshold that about 2k logits of the whole row exceed
+    collect   one pass over the row writes those that exceed it to a small buffer
+    select    the k-th largest of the buffer, in registers, by bisection: count what is not below, halve the interval
+
+A short row is its own buffer. Where the threshold was bad (under k above it, or more than the buffer holds), the row is
+narrowed by histograms of 8 bits a pass until what is left fits, and collected again. No answer depends on luck.
+
+Logits are compared as "keys": int32 in the order of the floats, -inf first, every NaN last (as in `torch.topk`: NaN is
+the largest). What equals the threshold is counted and kept apart, so that any number of ties costs no second pass.
+
+Places in the buffer are counted as [SIZE // WIDTH, WIDTH], one column a thread: Triton then adds along the first axis
+within the thread and scans only WIDTH sums across threads. Loads are 4 bytes a thread: with 16, stores to computed
+places need another layout, and Triton moves whole tiles through shared memory for it (seen in the TTGIR).
+
+Sources: floats as ordered integers and radix selection by histograms (Alabi et al., "Fast k-selection algorithms for
+graphics processing units"); a threshold from a sample is Floyd and Rivest's SELECT.
+"""
+
+import triton
+import triton.language as tl
+
+OUTSIDE: tl.constexpr = tl.constexpr(-(2**31))  # below every key: a column behind the window
+LOWEST: tl.constexpr = tl.constexpr(-0x7F800001)  # key of -inf
+HIGHEST: tl.constexpr = tl.constexpr(2**31 - 1)
+
+# No variant per value (1, a multiple of 16) or per alignment of these
+_ANY = [
+    "logits", "lengths", "starts", "out", "values", "indices", "ties", "counts", "arrived",
+    "rows", "columns", "k", "next_n", "logits_m", "out_m", "parts",
+]  # fmt: skip
+
+
+@triton.jit
+def _flip(bits):
+    """fp32 bits <-> key, but for NaN with a sign."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _keys(row, column, length):
+    key = _flip(tl.load(row + column, mask=column < length, other=0))
+    return tl.where(column < length, tl.where(key < LOWEST, HIGHEST, key), OUTSIDE)
+
+
+@triton.jit
+def _columns(left, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """left, left + 1, ... as one number a thread plus constants, where `left` is news to the compiler: ranges known
+    beforehand would stay in registers through the whole kernel, 250 of them (callers pass min(length, 0) for 0)."""
+    rows = tl.arange(0, SIZE // WIDTH) * WIDTH
+    return tl.reshape(rows[:, None] + (left + tl.arange(0, WIDTH))[None, :], [SIZE])
+
+
+@triton.jit
+def _places(flags, WIDTH: tl.constexpr):
+    """Sums of flags [TILE] up to each, in an order of their own, and their total."""
+    flags = tl.reshape(flags, [flags.shape[0] // WIDTH, WIDTH])
+    sums = tl.sum(flags, 0)
+    places = (tl.cumsum(sums, 0) - sums)[None, :] + tl.cumsum(flags, 0)
+    return tl.reshape(places, [places.shape[0] * WIDTH]), tl.sum(sums, 0)
+
+
+@triton.jit
+def _between(low, high, by_value):
+    """A key in (low, high], halfway by value or by number. Only by number is it sure to be the middle: 32 steps."""
+    middle = (low & high) + ((low ^ high) >> 1)
+    value = _flip(low).to(tl.float32, bitcast=True) * 0.5 + _flip(high).to(tl.float32, bitcast=True) * 0.5
+    at = _flip(value.to(tl.int32, bitcast=True))
+    return tl.where(by_value & (at >= low) & (at < high), at, middle) + 1
+
+
+@triton.jit
+def _threshold(keys, least, most):
+    """A key t with least <= count(keys >= t) <= most; where ties leave none, the largest with count >= least."""
+    low = tl.min(tl.where(keys == OUTSIDE, HIGHEST, keys), 0)
+    high = tl.max(keys, 0)
+    by_value = low == low
+    while low < high:
+        middle = _between(low, high, by_value)
+        count = tl.sum((keys >= middle).to(tl.int32), 0)
+        enough = count >= least
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, tl.where(count <= most, middle, high), middle - 1)
+        by_value = by_value == 0
+    return low
+
+
+@triton.jit
+def _sampled(row, length, k, WIDTH: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: tl.constexpr):
+    """A threshold that about 2 k logits of the row exceed, from CHUNK columns each at even distances."""
+    at = _columns(tl.minimum(length, 0), SAMPLE, WIDTH)
+    chunk = (at // CHUNK) * (length // CHUNK).to(tl.int64) // (SAMPLE // CHUNK)
+    keys = _keys(row, chunk.to(tl.int32) * CHUNK + at % CHUNK, length)
+    least = 7 * k * SAMPLE // (4 * length) + 6  # 6: for where k is a handful of the sample
+    return _threshold(keys, least, least + least // 8)
+
+
+@triton.jit
+def _collect(
+    row, length, first, step, limit, values, indices, ties, counts, k,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes what exceeds `limit` in every step-th tile from `first` on to values (bits) and indices, and the index of
+    what equals it to ties: behind what `counts` says if SHARED, else from 0. Returns ties << 32 | greater."""
+    total = tl.zeros([], tl.int64)
+    for left in tl.range(first * TILE, length, step * TILE, num_stages=STAGES):
+        column = _columns(left, TILE, WIDTH)
+        keys = _keys(row, column, length)
+        greater = keys > limit
+        equal = keys == limit
+        place, found = _places(greater.to(tl.int32) + (equal.to(tl.int32) << 16), WIDTH)
+        added = ((found >> 16).to(tl.int64) << 32) + (found & 0xFFFF).to(tl.int64)
+        base = total
+        if SHARED:
+            base = tl.atomic_add(counts, added, sem="relaxed")
+        total += added
+        at = (base & 0x7FFFFFFF).to(tl.int32) + (place & 0xFFFF) - 1
+        kept = greater & (at < CAPACITY)
+        tl.store(values + at, _flip(keys), mask=kept)
+        tl.store(indices + at, column, mask=kept)
+        if found > 0xFFFF:
+            at = (base >> 32).to(tl.int32) + (place >> 16) - 1
+            tl.store(ties + at, column, mask=equal & (at < k))
+    return total
+
+
+@triton.jit
+def _narrowed(row, length, k, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr):
+    """A limit that is sure to work: at most CAPACITY keys exceed it, at least k do or equal it. Radix selection."""
+    low = OUTSIDE + tl.zeros([], tl.int32)  # the k-th largest key is in [low, low + (1 << shift))
+    above = tl.zeros([], tl.int32)  # keys beyond that
+    inside = length
+    shift = tl.full([], 32, tl.int32)
+    bins = tl.arange(0, 1 << BITS)
+    while (shift > 0) & (above + inside > CAPACITY):
+        shift -= BITS
+        count = tl.zeros([1 << BITS], tl.int32)
+        for left in range(0, length, STEP):
+            keys = _keys(row, _columns(left, STEP, WIDTH), length)
+            bin = (keys - low).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+            here = (bin < (1 << BITS)) & (keys != OUTSIDE)
+            count += tl.histogram(tl.where(here, bin, 0).to(tl.int32), 1 << BITS, mask=here)
+        reaches = above + tl.cumsum(count, 0, reverse=True) >= k
+        best = tl.max(tl.where(reaches, bins, 0), 0)
+        inside = tl.sum(tl.where(bins == best, count, 0), 0)
+        above += tl.sum(tl.where(bins > best, count, 0), 0)
+        low += best << shift
+    return tl.where(above + inside > CAPACITY, low, tl.maximum(low, LOWEST) - 1)
+
+
+@triton.jit
+def _enough(
+    row, length, total, values, indices, ties, k,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """How many were collected, when every warp can read them. Too many or too few are collected again first."""
+    count = (total & 0x7FFFFFFF).to(tl.int32)
+    if (count > CAPACITY) | (count + (total >> 32) < k):
+        limit = _narrowed(row, length, k, WIDTH, CAPACITY, STEP, BITS)
+        total = _collect(row, length, 0, 1, limit, values, indices, ties, values, k, TILE, WIDTH, CAPACITY, False, 1)
+        count = (total & 0x7FFFFFFF).to(tl.int32)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _select(
+    source, count, indices, ties, collected, out, k,
+    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Writes the k largest of source[:count], filled up with ties. What was collected has its column in `indices`."""
+    wanted = tl.minimum(k, count)
+    keys = _keys(source, _columns(tl.minimum(count, 0), CAPACITY, WIDTH), count)
+    limit = OUTSIDE + tl.zeros([], tl.int32)
+    if count > k:
+        limit = _threshold(keys, wanted, wanted)
+    room = wanted - tl.sum((keys > limit).to(tl.int32), 0)  # for those that equal the limit: the last places
+    done = tl.zeros([], tl.int32)
+    for left in range(0, count, STEP):
+        index = _columns(left, STEP, WIDTH)
+        step = _keys(source, index, count)
+        greater = step > limit
+        equal = step == limit
+        place, found = _places(greater.to(tl.int32) + (equal.to(tl.int32) << 16), WIDTH)
+        place += done
+        done += found
+        tie = place >> 16
+        chosen = greater | (equal & (tie <= room) & (index < count))
+        if collected:
+            index = tl.load(indices + index, mask=chosen, other=0)
+        tl.store(out + tl.where(greater, (place & 0xFFFF) - 1, wanted - tie), index, mask=chosen)
+    if count < k:
+        slot = _columns(tl.minimum(count, 0), MOST, WIDTH)
+        rest = (slot >= count) & (slot < k)
+        tl.store(out + slot, tl.load(ties + slot - count, mask=rest, other=0), mask=rest)
+
+
+@triton.jit
+def _everything(out, length, k, WIDTH: tl.constexpr, MOST: tl.constexpr):
+    slot = _columns(tl.minimum(length, 0), MOST, WIDTH)
+    tl.store(out + slot, tl.where(slot < length, slot, -1), mask=slot < k)
+
+
+@triton.jit
+def _window(logits, lengths, starts, row, columns, next_n, logits_m, STARTS: tl.constexpr):
+    """Where the window of a row begins, and its length, never beyond the row."""
+    length = tl.load(lengths + row // next_n) - next_n + 1 + row % next_n
+    start = tl.zeros([], tl.int32)
+    if STARTS:
+        start = tl.minimum(tl.maximum(tl.load(starts + row), 0), columns)
+    return logits + row.to(tl.int64) * logits_m + start, tl.minimum(tl.maximum(length, 0), columns - start)
+
+
+@triton.jit(do_not_specialize=_ANY)
+def whole_rows(
+    logits, lengths, starts, out, values, indices, ties, rows, columns, k, next_n, logits_m, out_m,
+    STARTS: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program does every n-th row. values, indices: int32 [programs, CAPACITY]; ties: int32 [programs, MOST]."""
+    row = tl.program_id(0)
+    values += row.to(tl.int64) * CAPACITY
+    indices += row.to(tl.int64) * CAPACITY
+    ties += row.to(tl.int64) * MOST
+    while row < rows:
+        source, length = _window(logits, lengths, starts, row, columns, next_n, logits_m, STARTS)
+        chosen = out + row.to(tl.int64) * out_m
+        if length <= k:
+            _everything(chosen, length, k, WIDTH, MOST)
+        else:
+            collected = length > CAPACITY
+            if collected:
+                limit = _sampled(source, length, k, WIDTH, SAMPLE, CHUNK)
+                tl.debug_barrier()  # the row before is done with the buffers
+                total = _collect(
+                    source, length, 0, 1, limit, values, indices, ties, values, k, TILE, WIDTH, CAPACITY, False, STAGES
+                )
+                length = _enough(
+                    source, length, total, values, indices, ties, k, TILE, WIDTH, CAPACITY, STEP, BITS
+                )  # fmt: skip
+                source = values
+            _select(source, length, indices, ties, collected, chosen, k, WIDTH, CAPACITY, MOST, STEP)
+        row += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=_ANY)
+def shared_rows(
+    logits, lengths, starts, out, values, indices, ties, counts, arrived, columns, k, next_n, logits_m, out_m, parts,
+    STARTS: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`parts` programs collect from one row; the last to arrive selects. Each finds the same threshold for itself.
+
+    values, indices: int32 [rows, CAPACITY]; ties: int32 [rows, MOST]; counts: int64 [rows] and arrived: int32 [rows],
+    zero before and after.
+    """
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    values += row.to(tl.int64) * CAPACITY
+    indices += row.to(tl.int64) * CAPACITY
+    ties += row.to(tl.int64) * MOST
+    source, length = _window(logits, lengths, starts, row, columns, next_n, logits_m, STARTS)
+    chosen = out + row.to(tl.int64) * out_m
+    working = tl.minimum(parts, tl.cdiv(length, TILE))
+    collected = length > CAPACITY
+    selects = part == 0
+    if length <= k:
+        if selects:
+            _everything(chosen, length, k, WIDTH, MOST)
+        selects = part < 0
+    elif collected:
+        selects = part < 0
+        if part < working:
+            limit = _sampled(source, length, k, WIDTH, SAMPLE, CHUNK)
+            _collect(
+                source, length, part, working, limit, values, indices, ties, counts + row, k,
+                TILE, WIDTH, CAPACITY, True, STAGES,
+            )  # fmt: skip
+            tl.debug_barrier()  # every warp has written before the program counts as arrived
+            selects = tl.atomic_add(arrived + row, 1, sem="acq_rel") == working - 1
+            if selects:
+                total = tl.atomic_xchg(counts + row, 0)
+                tl.store(arrived + row, 0)
+                length = _enough(source, length, total, values, indices, ties, k, TILE, WIDTH, CAPACITY, STEP, BITS)
+                source = values
+    if selects:
+        _select(source, length, indices, ties, collected, chosen, k, WIDTH, CAPACITY, MOST, STEP)

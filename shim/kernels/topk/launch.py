@@ -1,0 +1,218 @@
+"""The host side of top-k: checks, plan, launch. No host sync, and no allocation when every buffer is given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shim.kernels.topk import kernel, tune
+
+log = logging.getLogger(__name__)
+_compiled = -1  # how many variants there were after warm-up; -1: no warm-up yet
+
+
+class Workspace:
+    """What is collected from rows, at one address for as long as graphs are replayed. Calls that may run at the same
+    time need one each."""
+
+    def __init__(self, max_rows: int, max_columns: int, device: torch.device | str, sms: int | None = None) -> None:
+        """Large enough for every call of up to `max_rows` rows of up to `max_columns`."""
+        device = torch.device(device)
+        count = sms or sm_count(device)
+        slots, shared = 0, 0
+        for rows, _, plan in _plans(max_rows, max_columns, count):
+            slots = max(slots, plan.slots(rows))
+            shared = max(shared, rows if plan.parts > 1 else 0)
+        self._allocate(slots, shared, device)
+
+    @classmethod
+    def of(cls, plan: tune.Plan, rows: int, device: torch.device) -> Workspace:
+        """For calls of so many rows with this plan."""
+        self = cls.__new__(cls)
+        self._allocate(plan.slots(rows), rows if plan.parts > 1 else 0, device)
+        return self
+
+    def _allocate(self, slots: int, shared: int, device: torch.device) -> None:
+        self.values = torch.empty(slots, tune.CAPACITY, dtype=torch.int32, device=device)
+        self.indices = torch.empty_like(self.values)
+        self.ties = torch.empty(slots, tune.MOST, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(shared, dtype=torch.int64, device=device)  # the kernel leaves both zero
+        self.arrived = torch.zeros(shared, dtype=torch.int32, device=device)
+
+    def check(self, plan: tune.Plan, rows: int, device: torch.device) -> None:
+        slots, shared = plan.slots(rows), rows if plan.parts > 1 else 0
+        if slots > len(self.values) or shared > len(self.counts):
+            raise ValueError(
+                f"workspace is for {len(self.values)} programs and {len(self.counts)} shared rows, this call has "
+                f"{slots} and {shared}"
+            )
+        if self.values.device != device:
+            raise ValueError(f"workspace is on {self.values.device}, logits on {device}")
+
+
+def topk(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    out: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    next_n: int | None = None,
+    workspace: Workspace | None = None,
+    plan: tune.Plan | None = None,
+) -> torch.Tensor:
+    """The columns of the k largest logits of each row, counted from the start of its window: `reference.topk`.
+
+    logits:    fp32 [M, N], rows contiguous and any distance apart; what lies outside a window is not looked at.
+               NaN is larger than inf
+    lengths:   int32 [M], how many columns of each row count; or, with next_n, of M = B * next_n rows: [B, next_n], or
+               [B] or [B, 1], of which row b * next_n + j has max(0, lengths[b] - next_n + 1 + j)
+    k:         1 to 2,048
+    out:       int32 [M, k] to be written, rows at least k apart
+    starts:    int32 [M], first column of each window; None: 0. A window ends with its row at the latest
+    workspace: without it memory is allocated
+    plan:      another than `tune.plan`'s (tuning, tests)
+
+    Returns int32 [M, k] in no particular order, which may differ from call to call; -1 where the window holds fewer
+    than k. Ties are cut anywhere. ValueError names an argument that does not fit.
+    """
+    shared_lengths = _check(logits, lengths, k, starts, next_n)
+    rows, columns = logits.shape
+    if out is None:
+        out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
+    _check_output(out, logits, k)
+    if rows == 0:
+        return out
+    plan = plan or tune.plan(rows, columns, sm_count(logits.device))
+    if workspace is None:
+        workspace = Workspace.of(plan, rows, logits.device)
+    workspace.check(plan, rows, logits.device)
+    stride = logits.stride(0) if rows > 1 else 0
+    buffers = (workspace.values, workspace.indices, workspace.ties)
+    arguments = (
+        columns, k, next_n if next_n and shared_lengths else 1, stride, out.stride(0)
+    )  # fmt: skip
+    bits, first = logits.view(torch.int32), lengths if starts is None else starts
+    how = constants(plan.config, starts is not None) | options(plan.config)
+    if plan.parts > 1:
+        kernel.shared_rows[(rows * plan.parts,)](
+            bits, lengths, first, out, *buffers, workspace.counts, workspace.arrived, *arguments, plan.parts,
+            **how,
+        )  # fmt: skip
+    else:
+        kernel.whole_rows[(plan.slots(rows),)](
+            bits, lengths, first, out, *buffers, rows, *arguments, **how,
+        )  # fmt: skip
+    if _compiled >= 0:
+        _tell_if_compiled(rows, columns, starts is not None, plan)
+    return out
+
+
+@lru_cache
+def constants(config: tune.Config, starts: bool) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    return {
+        "STARTS": starts, "SAMPLE": config.sample, "CHUNK": config.chunk, "TILE": config.tile,
+        "WIDTH": 32 * config.warps, "CAPACITY": tune.CAPACITY, "MOST": tune.MOST, "STEP": tune.STEP, "BITS": tune.BITS,
+        "STAGES": config.stages,
+    }  # fmt: skip
+
+
+@lru_cache
+def options(config: tune.Config) -> dict[str, Any]:
+    return {"num_warps": config.warps, "maxnreg": config.registers}
+
+
+def _plans(max_rows: int, max_columns: int, sms: int) -> Iterator[tuple[int, int, tune.Plan]]:
+    """(rows, columns, plan) of all row counts, for the widest call of each sample size."""
+    widths = sorted({min(32 * sample, max_columns) for sample in tune.SAMPLES[:-1]} | {max_columns})
+    for columns in widths:
+        for rows in range(1, max_rows + 1):
+            yield rows, columns, tune.plan(rows, columns, sms)
+
+
+def variants(max_rows: int, max_columns: int, sms: int) -> list[tuple[int, int, tune.Plan]]:
+    """One call (rows, columns, plan) for everything of its own that calls up to this size compile."""
+    seen = {(plan.config, plan.parts > 1): (r, c, plan) for r, c, plan in _plans(max_rows, max_columns, sms)}
+    return list(seen.values())
+
+
+def warm_up(k: int, max_rows: int, max_columns: int, device: torch.device | str) -> int:
+    """Launches each variant once, so that it is compiled and loaded before a graph is captured. Returns how many."""
+    global _compiled
+    device = torch.device(device)
+    count = 0
+    for rows, columns, plan in variants(max_rows, max_columns, sm_count(device)):
+        lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        logits = torch.zeros(1, columns, dtype=torch.float32, device=device).expand(rows, -1)
+        for starts in (None, lengths):
+            topk(logits, lengths, k, starts=starts, plan=plan)
+            count += 1
+    _compiled = _variants_compiled()
+    return count
+
+
+@lru_cache
+def sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _variants_compiled() -> int:
+    """Variants of our kernels in this process; 0 where this Triton does not show them."""
+    try:
+        caches = [c for k in (kernel.whole_rows, kernel.shared_rows) for c in k.device_caches.values()]
+        return sum(len(cache[0]) for cache in caches)
+    except (AttributeError, TypeError, IndexError):
+        return 0
+
+
+def _tell_if_compiled(rows: int, columns: int, starts: bool, plan: tune.Plan) -> None:
+    global _compiled
+    if (count := _variants_compiled()) > _compiled:
+        _compiled = count
+        log.warning(
+            "topk compiled a variant after warm-up: %d rows of %d columns, starts %s, %s",
+            rows, columns, starts, plan,
+        )  # fmt: skip
+
+
+def _check(
+    logits: torch.Tensor, lengths: torch.Tensor, k: int, starts: torch.Tensor | None, next_n: int | None
+) -> bool:
+    """Whether one length stands for next_n rows."""
+    if logits.dim() != 2 or logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.stride(1) != 1):
+        raise ValueError(
+            f"logits is {list(logits.shape)} of {logits.dtype} with strides {logits.stride()}, expected float32 "
+            f"[M, N], its last dimension contiguous"
+        )
+    if not 1 <= k <= tune.MOST:
+        raise ValueError(f"k is {k}, expected 1 to {tune.MOST}")
+    rows = logits.shape[0]
+    if next_n is None:
+        shapes: list[tuple[int, ...]] = [(rows,)]
+    elif next_n >= 1 and rows % next_n == 0:
+        shapes = [(rows // next_n,), (rows // next_n, 1), (rows // next_n, next_n)]
+    else:
+        raise ValueError(f"next_n is {next_n}, expected a divisor of {rows} rows")
+    for name, tensor, allowed in (("lengths", lengths, shapes), ("starts", starts, [(rows,)])):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int32 or tuple(tensor.shape) not in allowed or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}, expected contiguous "
+                f"int32 {' or '.join(str(list(shape)) for shape in allowed)}"
+            )
+        if tensor.device != logits.device:
+            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}")
+    return lengths.numel() != rows
+
+
+def _check_output(out: torch.Tensor, logits: torch.Tensor, k: int) -> None:
+    shape = (logits.shape[0], k)
+    if out.shape != shape or out.dtype != torch.int32 or out.device != logits.device:
+        raise ValueError(f"out is {list(out.shape)} of {out.dtype} on {out.device}, expected int32 {list(shape)}")
+    if (k > 1 and out.stride(1) != 1) or (shape[0] > 1 and out.stride(0) < k):
+        raise ValueError(f"out has strides {out.stride()}, expected rows at least {k} apart, their columns contiguous")

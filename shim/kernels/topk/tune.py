@@ -1,0 +1,61 @@
+"""How `topk` is launched. Everything that `plan` can return fits 12.x: 101,376 bytes, no spill.
+
+`tests/kernels/test_topk_compiles.py` compiles all of it. Reasons that begin with "predicted" await a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+MOST = 2048  # the largest k
+CAPACITY = 8192  # what is selected from in registers, and the longest row that is not sampled; 4 k, for 2 k either way
+BITS = 8  # of a histogram; predicted: Triton counts bins by ballots, 2^BITS / 32 counters a thread
+# One of 32 columns, 4 neighbours at a time, so that k 2,048 is 64 of the sample. README.md has the odds
+SAMPLES = (2048, 4096, 8192)
+CHUNK = 4  # predicted: one 16-byte load, of a sector of 32
+MAX_PARTS = 128
+STEP = 1024  # of the buffer, when the chosen are written, and of a histogram: 4 a thread; 8 spill beside the rest
+
+
+@dataclass(frozen=True)
+class Config:
+    sample: int  # logits
+    tile: int  # logits in one step of the pass over the row
+    stages: int  # n > 1: n - 1 tiles are on their way to shared memory while one is worked on
+    warps: int
+    per_sm: int  # programs launched for one SM
+    registers: int = 128  # a thread, at most: 2 programs of 8 warps on an SM
+    chunk: int = CHUNK
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    parts: int  # programs that share a row; 1: `whole_rows`
+    programs: int  # of `whole_rows`, at most
+
+    def slots(self, rows: int) -> int:
+        """Buffers that a call needs: one for each row that is shared, or for each program."""
+        return rows if self.parts > 1 else min(rows, self.programs)
+
+
+# predicted: a row of 131,072 is one tile for each of 32 programs, so there is nothing to pipeline
+SHARED = {sample: Config(sample, tile=4096, stages=1, warps=8, per_sm=2) for sample in SAMPLES}
+# predicted: bound by memory, with 2 x 24 KB on their way to each SM
+WHOLE = {sample: Config(sample, tile=2048, stages=4, warps=8, per_sm=2) for sample in SAMPLES}
+
+
+@lru_cache(maxsize=1 << 16)
+def plan(rows: int, columns: int, sms: int) -> Plan:
+    """Of shapes alone: `columns` is what a row could hold, which may be far more than it does."""
+    sample = next((s for s in SAMPLES if 32 * s >= columns), SAMPLES[-1])
+    return plan_for(SHARED[sample], WHOLE[sample], rows, columns, sms)
+
+
+def plan_for(shared: Config, whole: Config, rows: int, columns: int, sms: int) -> Plan:
+    """Rows are shared while there are programs to spare, unless the longest is selected from as it is."""
+    parts = min(MAX_PARTS, -(-columns // shared.tile), sms * shared.per_sm // max(rows, 1))
+    if columns > CAPACITY and parts > 1:
+        return Plan(shared, parts, 0)
+    return Plan(whole, 1, sms * whole.per_sm)

@@ -1,0 +1,310 @@
+"""The top-k kernels against torch.topk, on a GPU or under the interpreter (..._interpreted.py).
+
+What may differ is which of equal values are chosen, and the order: the chosen values, sorted, are compared.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+GPU = torch.cuda.is_available()
+if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("test_topk_interpreted.py runs this file", allow_module_level=True)
+pytest.importorskip("triton")
+
+from shim.kernels.topk import launch, reference, tune  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+SAMPLE = 2048
+SHARED = tune.Plan(tune.SHARED[SAMPLE], 3, 0)  # three programs a row
+MISSED = tune.CAPACITY + SAMPLE + 500  # what the sample does not see is more than the buffer holds
+WHOLE = tune.Plan(tune.WHOLE[SAMPLE], 1, 2)  # two programs in all
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+PATTERNS = (
+    "normal", "indexer", "equal", "ties", "ascending", "descending", "one_bin", "denormal", "infinite", "zeros",
+    "nan", "misses_high", "misses_low", "misses_low_equal",
+)  # fmt: skip
+
+
+def sampled(length):
+    """The columns that `kernel._sampled` looks at."""
+    at = torch.arange(SAMPLE)
+    return (at // tune.CHUNK) * (length // tune.CHUNK) // (SAMPLE // tune.CHUNK) * tune.CHUNK + at % tune.CHUNK
+
+
+def values(pattern, length, seed=0):
+    """One row. The last three have a sample that says nothing of the row: all larger, or all smaller, than the rest."""
+    g = torch.Generator().manual_seed(seed)
+    normal = torch.randn(length, generator=g)
+    if pattern == "indexer":  # sums of products that are cut at 0
+        return (torch.randn(length, 8, generator=g).relu() * torch.randn(8, generator=g).exp()).sum(1)
+    if pattern == "equal":
+        return torch.full((length,), -1.5)
+    if pattern == "ties":
+        return (normal * 4).round()
+    if pattern in ("ascending", "descending"):
+        return normal.sort(descending=pattern == "descending").values
+    if pattern == "one_bin":
+        return 1 + torch.arange(length)[torch.randperm(length, generator=g)] * 2.0**-23
+    if pattern == "denormal":
+        return normal * 1e-41
+    if pattern == "infinite":
+        return torch.where(normal > 1.5, torch.where(normal > 2, torch.inf, normal), -torch.inf)
+    if pattern == "zeros":
+        return torch.where(normal.abs() < 1, normal.sign() * 0.0, normal)
+    if pattern == "nan":
+        return torch.where(normal > 2, torch.nan * normal.sign(), torch.where(normal < -2, -torch.nan, normal))
+    if pattern.startswith("misses") and length > tune.CAPACITY:
+        rest = torch.full((length,), 1.0) if pattern.endswith("equal") else 1 + torch.rand(length, generator=g) * 1e-3
+        rest[sampled(length)] += 9 if pattern == "misses_high" else -9
+        return rest
+    return normal
+
+
+def run(rows, k, starts=None, gap=5, out_gap=3, **options):
+    """Rows with NaN, inf and large numbers around them, and an answer written over poison."""
+    rows = [r.to(DEVICE) for r in rows]
+    lengths = torch.tensor([len(r) for r in rows], dtype=torch.int32, device=DEVICE)
+    first = starts if starts is not None else [0] * len(rows)
+    columns = max(max(s + len(r) for s, r in zip(first, rows, strict=True)), 1)
+    store = torch.full((len(rows), columns + gap), torch.nan, device=DEVICE)
+    store[:, ::2] = torch.inf
+    for row, start, r in zip(store, first, rows, strict=True):
+        row[start : start + len(r)] = r
+    store_out = torch.full((len(rows), k + out_gap), 77, dtype=torch.int32, device=DEVICE)
+    out = store_out[:, :k]
+    if starts is not None:
+        options["starts"] = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    got = launch.topk(store[:, :columns], lengths, k, out=out, **options)
+    assert got is out and (store_out[:, k:] == 77).all()
+    return out
+
+
+def check(rows, k, out):
+    for row, chosen in zip(rows, out.cpu(), strict=True):
+        count = min(k, len(row))
+        some = chosen[chosen != -1].long()
+        assert len(some) == count and (chosen[:count] != -1).all()
+        assert len(some.unique()) == count
+        if count:
+            assert int(some.min()) >= 0 and int(some.max()) < len(row)
+            want = row[reference.topk(row[None], torch.tensor([len(row)]), count)[0].long()]
+            torch.testing.assert_close(row[some].sort().values, want.sort().values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("k", [1, 64, 512, 2047, 2048])
+def test_lengths(k):
+    rows = [values("normal", n, seed=n) for n in (0, 1, 62, 63, 64, 65, 2047, 2048, 2049, 8192, 8193)]
+    check(rows, k, run(rows, k))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns(pattern):
+    """Rows that are selected from as they are, sampled by one program, and by several."""
+    rows = [values(pattern, 3000), values(pattern, MISSED if pattern.startswith("misses") else 9001)]
+    for k, plan in ((2048, WHOLE), (2048, SHARED), (64, SHARED)):
+        check(rows[k == 64 :], k, run(rows[k == 64 :], k, plan=plan))
+
+
+def test_the_samples_that_miss_do():
+    """`_enough` sees too few, or more than the buffer holds: not what these rows are for if it did not."""
+    k = 2048
+    for pattern in ("misses_high", "misses_low", "misses_low_equal"):
+        row = values(pattern, MISSED)
+        least = 7 * k * SAMPLE // (4 * MISSED) + 6
+        ranked = row[sampled(MISSED)].sort(descending=True).values
+        above = [int((row > ranked[r]).sum()) for r in (least - 1, least + least // 8)]
+        assert max(above) < k or min(above) > tune.CAPACITY, (pattern, above)
+
+
+def test_windows():
+    rows = [values("normal", n, seed=n) for n in (0, 3, 500, 9000, 8192)]
+    for plan in (WHOLE, SHARED):
+        check(rows, 100, run(rows, 100, starts=[9, 0, 3, 1, 401], plan=plan))
+
+
+def test_a_window_ends_with_its_row():
+    logits = torch.arange(12.0, device=DEVICE).view(2, 6)
+    lengths = torch.tensor([100, -5], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([4, 2], dtype=torch.int32, device=DEVICE)
+    out = launch.topk(logits, lengths, 3, starts=starts).tolist()
+    assert sorted(out[0]) == [-1, 0, 1] and out[1] == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("next_n", range(1, 9))
+def test_next_n(next_n):
+    """One length for next_n rows, the last of which has it all; and a length for each."""
+    g = torch.Generator().manual_seed(next_n)
+    lengths = torch.tensor([3, 40, 0], dtype=torch.int32)
+    logits = torch.randn(3 * next_n, 50, generator=g)
+    own = (lengths[:, None] - next_n + 1 + torch.arange(next_n)).clamp(min=0).int()
+    rows = [row[:n] for row, n in zip(logits, own.flatten().tolist(), strict=True)]
+    for given_lengths in (lengths, lengths[:, None], own):
+        out = launch.topk(logits.to(DEVICE), given_lengths.to(DEVICE), 8, next_n=next_n)
+        check(rows, 8, out)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), k=st.integers(1, 40))
+def test_any_values(data, k):
+    floats = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0])
+    rows = [torch.tensor(r) for r in data.draw(st.lists(st.lists(floats, min_size=1, max_size=70), max_size=3))]
+    if rows:
+        starts = [data.draw(st.integers(0, 9)) for _ in rows]
+        check(rows, k, run(rows, k, starts=starts))
+
+
+def test_the_check_can_fail():
+    rows = [values("normal", 100)]
+    good = run(rows, 10)
+    check(rows, 10, good)
+    worst = int(rows[0].argmin())
+    for bad in (good.clone().fill_(3), torch.cat([good[:, 1:], good[:, :1] * 0 - 1], 1), good.clone()):
+        bad[0, 0] = worst if torch.equal(bad, good) else bad[0, 0]
+        with pytest.raises(AssertionError):
+            check(rows, 10, bad)
+
+
+def test_no_rows_and_bad_arguments():
+    logits = torch.zeros(4, 10, device=DEVICE)
+    lengths = torch.full((4,), 10, dtype=torch.int32, device=DEVICE)
+    assert launch.topk(logits[:0], lengths[:0], 5).shape == (0, 5)
+    assert (launch.topk(logits[:, :0], lengths, 5) == -1).all()
+    good = {"logits": logits, "lengths": lengths, "k": 5}
+    bad = [
+        ("logits", logits.half()), ("logits", logits[0]), ("logits", torch.zeros(10, 4, device=DEVICE).T),
+        ("k", 0), ("k", 2049), ("lengths", lengths.long()), ("lengths", lengths[:3]), ("lengths", lengths[:, None]),
+        ("next_n", 3), ("next_n", 0), ("starts", lengths[:2]), ("starts", lengths.float()),
+        ("out", torch.zeros(4, 6, dtype=torch.int32, device=DEVICE)), ("out", torch.zeros(4, 5, device=DEVICE)),
+        ("out", torch.zeros(1, 5, dtype=torch.int32, device=DEVICE).expand(4, 5)),
+    ]  # fmt: skip
+    for name, value in bad:
+        with pytest.raises(ValueError, match=f"^{name} "):
+            launch.topk(**(good | {name: value}))
+    small = launch.Workspace(1, 10, DEVICE)
+    with pytest.raises(ValueError, match="^workspace "):
+        launch.topk(**good, workspace=small, plan=tune.Plan(WHOLE.config, 1, 4))
+    with pytest.raises(ValueError, match="^workspace "):
+        launch.topk(**good, workspace=small, plan=SHARED)
+
+
+def test_a_workspace_serves_again():
+    """What one call leaves behind does not reach the next: fewer rows, other values, all counters zero."""
+    workspace = launch.Workspace(3, 20_000, DEVICE, sms=132)
+    for pattern, lengths in (("normal", (9000, 70, 8500)), ("ties", (9500,)), ("normal", (9000, 70))):
+        rows = [values(pattern, n, seed=n) for n in lengths]
+        check(rows, 300, run(rows, 300, workspace=workspace, plan=SHARED))
+        assert not workspace.counts.any() and not workspace.arrived.any()
+
+
+@pytest.mark.parametrize("sms", [84, 132, 170, 188])
+def test_plans(sms):
+    """Few long rows are shared, short or many are not; `variants` and `Workspace` cover whatever serving launches."""
+    assert tune.plan(1, 131_072, sms).parts == 32 and tune.plan(1, 1 << 20, sms).parts == tune.MAX_PARTS
+    assert tune.plan(4096, 65_536, sms).parts == tune.plan(1, tune.CAPACITY, sms).parts == 1
+    found = {(p.config, p.parts > 1) for _, _, p in launch.variants(512, 1 << 20, sms)}
+    workspace = launch.Workspace(512, 1 << 20, "meta", sms)
+    for rows in (1, 8, 64, 100, 512):
+        for columns in (1, 8192, 8193, 70_000, 140_000, 1 << 20):
+            plan = tune.plan(rows, columns, sms)
+            assert (plan.config, plan.parts > 1) in found
+            workspace.check(plan, rows, torch.device("meta"))
+
+
+@needs_gpu
+@pytest.mark.parametrize("length", [131_329, 262_209, 1_048_576])
+@pytest.mark.parametrize("pattern", ["normal", "indexer", "ties", "equal", "ascending", "one_bin"])
+def test_long_rows(length, pattern):
+    for count in (1, 7):
+        rows = [values(pattern, length - 1000 * i, seed=i) for i in range(count)]
+        for k in (1, 2048):
+            check(rows, k, run(rows, k))
+    rows = [values(pattern, length), values(pattern, 5000)]
+    check(rows, 2048, run(rows, 2048, plan=WHOLE))
+
+
+@needs_gpu
+def test_many_rows():
+    rows = [values("normal", 1 + (37 * i) % 20_000, seed=i) for i in range(1500)]
+    check(rows, 2048, run(rows, 2048, starts=[i % 7 for i in range(1500)]))
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [2, 2100])
+def test_offsets_past_2_31(rows):
+    """The last rows of more than 2^31 logits."""
+    stride = (1 << 31) + 24 if rows == 2 else 1 << 20
+    store = torch.empty((rows - 1) * stride + (1 << 20), device=DEVICE)
+    logits = store.as_strided((rows, 1 << 20), (stride, 1))
+    lengths = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    lengths[-1] = 100_001
+    logits[-1] = torch.randn(1 << 20, device=DEVICE)
+    out = launch.topk(logits, lengths, 2048)
+    assert (out[:-1] == -1).all()
+    check([logits[-1, :100_001].cpu()], 2048, out[-1:])
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows, columns", [(1, 1 << 20), (8, 131_072), (64, 65_536), (64, 8192), (600, 20_000)])
+def test_graph_replay_equals_eager(rows, columns):
+    """On inputs that change from replay to replay; nothing compiles after warm-up, every counter is zero again."""
+    launch.warm_up(2048, 600, 1 << 20, DEVICE)
+    before = launch._variants_compiled()
+    workspace = launch.Workspace(600, 1 << 20, DEVICE)
+    logits = torch.zeros(rows, columns, device=DEVICE)
+    lengths = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch.topk(logits, lengths, 2048, workspace=workspace)
+    for seed in range(20):
+        g = torch.Generator(DEVICE).manual_seed(seed)
+        logits.normal_(generator=g)
+        if seed % 3 == 1:
+            logits.mul_(4).round_()
+        lengths.random_(0, columns + 1, generator=g)
+        if seed == 5:
+            lengths.fill_(columns)
+        out.fill_(77)
+        graph.replay()
+        eager = launch.topk(logits, lengths, 2048)
+        assert not workspace.counts.any() and not workspace.arrived.any()
+        some = range(0, rows, max(1, rows // 8))
+        check([logits[r, : lengths[r]].cpu() for r in some], 2048, out[list(some)])
+        for answer in (out, eager):  # all rows at once
+            bits = logits.view(torch.int32).gather(1, answer.clamp(min=0).long())
+            answer.copy_(bits.where(answer >= 0, -1).sort(1).values)
+        assert torch.equal(out, eager)
+    assert launch._variants_compiled() == before > 0
+
+
+@needs_gpu
+def test_an_empty_rest_costs_nothing():
+    """5,000 columns take about as long in a row that could hold 1,048,576 as in one that could hold 8,192."""
+    times = []
+    lengths = torch.tensor([5000], dtype=torch.int32, device=DEVICE)
+    for columns in (8192, 1 << 20):
+        logits = torch.randn(1, columns, device=DEVICE)
+        workspace = launch.Workspace(1, columns, DEVICE)
+        run_once = lambda: launch.topk(logits, lengths, 2048, workspace=workspace)  # noqa: B023, E731
+        times.append(launch_time(run_once))
+    assert times[1] < 1.5 * times[0] + 5, times
+
+
+def launch_time(function):
+    """Microseconds of one of 20 launches in a graph."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            function()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / 20
