@@ -88,6 +88,55 @@ def doctor(as_json: bool, list_checks: bool, names: tuple[str, ...]) -> None:
 
 
 @main.command()
+@click.option(
+    "--capability", default="", help="Compute capability to ask for, as 12.0; default: this GPU's, else 12.0."
+)
+@click.option("--kv-cache-dtype", default="auto", show_default=True, help="As for vllm serve.")
+@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float16"]))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def explain(capability: str, kv_cache_dtype: str, dtype: str, as_json: bool) -> None:
+    """Which attention backend takes GLM-5, and why each other does not, in vLLM's words; without and with the shim."""
+    from shim.explain import ExplainProblem
+    from shim.explain import explain as ask
+
+    try:
+        found = ask(capability, kv_cache_dtype, dtype)
+    except (ExplainProblem, ValueError) as problem:
+        _stop(str(problem), code=1)
+    if as_json:
+        _print_json(found)
+        return
+    click.echo(f"vLLM {found['vllm']}, capability {found['capability']}, KV cache {kv_cache_dtype}, {dtype}")
+    for backend in found["backends"]:
+        before, after = (_verdict(backend[side]) for side in ("without_shim", "with_shim"))
+        click.echo(f"{backend['name']}: {before}" + (f"; with the shim: {after}" if after != before else ""))
+    for side, chosen in found["selected"].items():
+        click.echo(f"{side.replace('_', ' the ')}: {chosen or 'No valid attention backend found'}")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def selftest(as_json: bool) -> None:
+    """Run every kernel against its reference, on this GPU or in Triton's interpreter; exit 1 if one is off."""
+    from shim.selftest import SelftestProblem
+    from shim.selftest import selftest as test
+
+    try:
+        found = test()
+    except SelftestProblem as problem:
+        _stop(str(problem), code=1)
+    if as_json:
+        _print_json(found)
+    else:
+        click.echo(found["device"])
+        for row in found["kernels"]:
+            error = row.get("error") or f"relative error {row['rel_error']:.1e}, limit {row['limit']:.0e}"
+            time = "" if row["median_us"] is None else f", {row['median_us']} us"
+            click.echo(f"{'ok ' if row['ok'] else 'BAD'}  {row['name']}  {row['case']}: {error}{time}")
+    sys.exit(0 if found["ok"] else 1)
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.argument("path")
 def gguf(path: str, as_json: bool) -> None:
@@ -126,6 +175,10 @@ def demo(as_json: bool, timeout: int) -> None:
     sys.exit(0 if found["ok"] else 1)
 
 
+def _verdict(found: dict[str, Any]) -> str:
+    return "accepted" if found["accepted"] else "; ".join(found["reasons"])
+
+
 def _stop(line: str, *, code: int) -> Any:
     click.echo(f"glm5-shim: {line}", err=True)
     sys.exit(code)
@@ -152,6 +205,8 @@ def _print_gguf(found: dict[str, Any]) -> None:
     )
     per_gpu = ", ".join(f"TP{tp} {size / 2**30:.2f} GiB" for tp, size in memory["per_gpu"].items())
     click.echo(f"weights: {memory['weights_bytes'] / 2**30:.2f} GiB; per GPU: {per_gpu}")
+    sizes = ", ".join(map(str, found["tensor_parallel"]))
+    click.echo(f"tensor-parallel sizes that keep quantisation blocks whole: {sizes or 'none'}")
     for problem in found["problems"]:
         click.echo(f"problem: {problem}")
 

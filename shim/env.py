@@ -19,8 +19,17 @@ VARIABLES = (
     Variable("GLM5_SHIM_OFF", "", "1 switches the shim off, whatever else is set"),
     Variable("GLM5_SHIM_SKIP", "", "patches to leave out, by name: a,b (an unknown name is an error)"),
     Variable("GLM5_SHIM_STATE_DIR", "~/.local/state/glm5-shim", "where each process writes <pid>.json, its ledger"),
-    Variable("GLM5_SHIM_CACHE_DIR", "~/.cache/glm5-shim", "where config and tokenizer made from a GGUF are kept"),
+    Variable(
+        "GLM5_SHIM_CACHE_DIR",
+        "~/.cache/glm5-shim",
+        "where config and tokenizer made from a GGUF, and the indexer probe's answer, are kept",
+    ),
     Variable("GLM5_SHIM_ASSUME_CAPABILITY", "", "12.0 makes the patches treat any GPU as that compute capability"),
+    Variable(
+        "GLM5_SHIM_INDEXER",
+        "auto",
+        "whose indexer kernels run: native (vLLM's), triton (ours), auto (on 12.x vLLM's where a probe proves them)",
+    ),
     Variable("GLM5_SHIM_PYTHON", "", "set by `wrap`: the interpreter that it serves; any other Python declines"),
 )
 
@@ -59,6 +68,14 @@ def assumed_capability() -> tuple[int, int] | None:
     if not (dot and major.isdigit() and minor.isdigit()):
         raise EnvProblem(f"GLM5_SHIM_ASSUME_CAPABILITY is {text!r}; expected major.minor, for example 12.0")
     return int(major), int(minor)
+
+
+def indexer() -> str:
+    """native, triton or auto. EnvProblem for anything else."""
+    value = os.environ.get("GLM5_SHIM_INDEXER") or "auto"
+    if value not in ("native", "triton", "auto"):
+        raise EnvProblem(f"GLM5_SHIM_INDEXER is {value!r}; expected native, triton or auto")
+    return value
 
 
 def _directory(name: str, xdg: str, fallback: str) -> Path:

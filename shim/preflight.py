@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def check_command_line(argv: list[str]) -> None:
     path = gguf_argument(argv)
     if path is None:
         return
-    problem = problem_with(path)
+    problem = problem_with(path, argv)
     if problem:
         print(f"glm5-shim: {problem}", file=sys.stderr, flush=True)
         os._exit(1)  # an exception out of sitecustomize, SystemExit too, ends in a "Fatal Python error" and a traceback
@@ -39,18 +40,39 @@ def gguf_argument(argv: list[str]) -> str | None:
     return next((c for c in candidates if names_gguf(c) and Path(c).parent.is_dir()), None)
 
 
-def problem_with(path: str) -> str | None:
-    """One line on why the GGUF at `path` cannot be served; None if it can, or if it is somebody else's to serve."""
+def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
+    """One line on why the GGUF at `path` cannot be served by the command `argv`; None if it can, or if it is somebody
+    else's to serve."""
     from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
     from shim.gguf.names import require_complete
+    from shim.gguf.plan import cut_problem, plan
 
     try:
-        require_complete(open_model(path))
+        model = open_model(path)
+        require_complete(model)
+        if others_serve_gguf() and _option(argv, "--quantization", "-q") in (None, "gguf"):
+            plan(model)
+            ranks = _size(argv, "--tensor-parallel-size", "-tp")
+            parallel_experts = {"--enable-expert-parallel", "-ep"} & set(argv)
+            expert_ranks = 1 if parallel_experts else ranks * _size(argv, "--data-parallel-size", "-dp")
+            return cut_problem(model, ranks, expert_ranks)
     except WrongArchitecture as problem:
         return None if others_serve_gguf() else str(problem)
     except GGUFProblem as problem:
         return str(problem)
     return None
+
+
+def _option(argv: Sequence[str], *names: str) -> str | None:
+    """The value of an option given as `--name value` or `--name=value`; the last one wins."""
+    given = [after for word, after in itertools.pairwise(argv) if word in names]
+    given += [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
+    return given[-1] if given else None
+
+
+def _size(argv: Sequence[str], *names: str) -> int:
+    said = _option(argv, *names)
+    return int(said) if said and said.isdecimal() and int(said) else 1  # anything else is vLLM's to refuse
 
 
 def names_gguf(name: str) -> bool:

@@ -66,6 +66,13 @@ class SparseMLAImpl(_Base):
             raise ValueError("a sparse MLA layer has neither an indexer nor a top-k buffer")
         return buffer
 
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
+        """A draft model's layers are pointed at its target's buffer."""
+        self._topk_indices_buffer = buffer
+        if self.indexer is not None:
+            self.indexer.topk_indices_buffer = buffer
+
     def forward_mqa(
         self,
         q: Query,

@@ -55,6 +55,7 @@ _CONSTANT = {
     "torch_dtype": "bfloat16",
 }
 _SCORING = {None: "sigmoid", 1: "softmax", 2: "sigmoid"}  # llama.cpp: a glm-dsa file without the key means sigmoid
+_MOST_LAYERS = 1000  # a corrupt count must not cost memory
 _GLM_5_2_CONTEXT = 1048576
 _GLM_5_2_SHARING = {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_share_for_mtp_iteration": True}
 
@@ -67,6 +68,8 @@ def hf_config(model: Model) -> dict[str, Any]:
 
     # block_count counts the NextN block too, as the last
     config["num_hidden_layers"] = _required(model, "block_count") - config["num_nextn_predict_layers"]
+    if not 0 < config["num_hidden_layers"] <= _MOST_LAYERS:
+        raise GGUFProblem(f"{ARCH}.block_count is {_required(model, 'block_count')}, no GLM-5's; download it again")
     config["num_key_value_heads"] = config["num_attention_heads"]
     config["qk_head_dim"] = _required(model, "attention.key_length_mla")
     config["qk_nope_head_dim"] = config["qk_head_dim"] - config["qk_rope_head_dim"]
@@ -126,7 +129,10 @@ def _required(model: Model, name: str) -> Any:
     key = f"{ARCH}.{name}"
     if key not in model.metadata:
         raise GGUFProblem(f"metadata key {key} is missing from {model.parts[0].path.name}; convert the model anew")
-    return model.metadata[key]
+    value = model.metadata[key]
+    if not isinstance(value, (bool, int, float)) or value < 0:
+        raise GGUFProblem(f"metadata key {key} is {value!r}, expected a number that is not negative; download it again")
+    return value
 
 
 def _vocab_size(model: Model) -> int:

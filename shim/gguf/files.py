@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -115,7 +117,9 @@ def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
                     "these are parts of different models; download one complete set"
                 )
             tensors[tensor.name] = tensor
-        _check_length(p, reader.data.size, [t for t in tensors.values() if t.part == p])
+        own = [t for t in tensors.values() if t.part == p]
+        _check_length(p, reader.data.size, own)
+        _check_overlap(p, own)
     return Model(parts, metadata[0], tensors)
 
 
@@ -188,7 +192,7 @@ def _read_header(path: Path) -> HeaderReader:
             f"{path.name} is cut short: {size} bytes found, and its header goes on after byte {error.args[0]}; "
             "download it again"
         ) from None
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OverflowError) as error:
         raise GGUFProblem(f"{path.name} has a header that cannot be read: {error}; download it again") from None
     if reader.byte_order != "I":
         raise GGUFProblem(f"{path.name} is big-endian, expected little-endian; convert the model anew")
@@ -232,8 +236,10 @@ def _tensor(path: Path, reader: HeaderReader, info: TensorInfo) -> Tensor:
             "take a quantisation made of Q*_0, Q*_1, Q*_K and IQ* types"
         )
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    elements = int(np.prod(info.shape, dtype=np.int64))
+    elements = math.prod(info.shape)
     row = info.shape[-1] if info.shape else 1
+    if not elements or len(info.shape) > 4:
+        raise GGUFProblem(f"tensor {info.name} in {path.name} has shape {info.shape}; download it again")
     if row % block:
         raise GGUFProblem(
             f"tensor {info.name} in {path.name} has rows of {row}, but {kind.name} needs a multiple of {block}; "
@@ -247,3 +253,12 @@ def _check_length(path: Path, size: int, tensors: list[Tensor]) -> None:
     expected = max((t.offset + t.nbytes for t in tensors), default=0)
     if size < expected:
         raise GGUFProblem(f"{path.name} is cut short: {size} bytes found, {expected} expected; download it again")
+
+
+def _check_overlap(path: Path, tensors: list[Tensor]) -> None:
+    """A converter writes tensors one after the other; offsets that repeat or go back in circles are damage."""
+    for one, other in itertools.pairwise(sorted(tensors, key=lambda t: t.offset)):
+        if one.offset + one.nbytes > other.offset:
+            raise GGUFProblem(
+                f"tensors {one.name} and {other.name} overlap in {path.name}: its header is corrupt; download it again"
+            )

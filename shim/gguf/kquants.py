@@ -1,4 +1,5 @@
-"""Quantisers for Q4_K, Q5_K and Q6_K, which gguf-py can only undo. For the tiny model, not for a good one.
+"""Quantisers for what gguf-py can only undo: Q4_K, Q5_K, Q6_K, and stand-ins for Q2_K, Q3_K and IQ types. For the tiny
+model, not for a good one.
 
 Block layouts: llama.cpp's ggml-common.h (block_q4_K, block_q5_K, block_q6_K), undone by gguf-py's dequantize_blocks.
 A block is 256 values. The scales are plain min-max or absmax per sub-block; llama.cpp searches for better ones.
@@ -11,10 +12,30 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 BLOCK = 256
+IQ = (
+    *(Type.IQ1_S, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ4_NL, Type.IQ4_XS),
+    Type.IQ1_M,
+)
+STAND_INS = (*IQ, Type.Q2_K, Type.Q3_K)
+# Where in a block its fp16 scales lie; IQ1_M spreads one over the top four bits of its last four uint16
+SCALES = {
+    **dict.fromkeys((*IQ[:-1], Type.Q8_0), (0,)),
+    Type.IQ1_M: (),
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    **dict.fromkeys((Type.Q4_K, Type.Q5_K), (0, 2)),
+    Type.Q6_K: (208,),
+}
 
 
 def quantize(values: np.ndarray, kind: Type) -> np.ndarray:
-    """float32 [..., n] -> the bytes of `kind`, uint8 [..., n / block * bytes]; F32 and F16 come back as themselves."""
+    """float32 [..., n] -> the bytes of `kind`, uint8 [..., n / block * bytes]; F32 and F16 come back as themselves.
+
+    STAND_INS come as random blocks of the same spread: good enough for weights that are random anyway.
+    """
+    if kind in STAND_INS:
+        seed = np.frombuffer(values.tobytes()[:64], dtype=np.uint32)
+        return random_blocks(values.shape, kind, float(values.std()), np.random.default_rng(seed))
     blocks = {Type.Q4_K: q4_k, Type.Q5_K: q5_k, Type.Q6_K: q6_k}.get(kind)
     if blocks is None:
         return gguf.quantize(values, kind)
@@ -22,6 +43,27 @@ def quantize(values: np.ndarray, kind: Type) -> np.ndarray:
         raise ValueError(f"{kind.name} needs rows of a multiple of {BLOCK}, got {values.shape}")
     packed = blocks(values.astype(np.float32).reshape(-1, BLOCK))
     return packed.reshape(*values.shape[:-1], -1)
+
+
+def random_blocks(shape: tuple[int, ...], kind: Type, spread: float, rng: np.random.Generator) -> np.ndarray:
+    """Random bytes that are sound blocks of `kind`, a key of SCALES, with values of standard deviation `spread`."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        raise ValueError(f"{kind.name} needs rows of a multiple of {block}, got {shape}")
+    data = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
+    _set_scale(data, kind, 1.0)
+    sample = gguf.dequantize(data.reshape(-1, size)[:1024], kind)
+    _set_scale(data, kind, spread / float(sample.std()))
+    return data.reshape(*shape[:-1], -1)
+
+
+def _set_scale(data: np.ndarray, kind: Type, scale: float) -> None:
+    if kind is Type.IQ1_M:
+        words = data[..., -8:].view(np.uint16)
+        bits = int(np.float16(scale).view(np.uint16))
+        words[...] = words & 0x0FFF | np.array([bits << 12, bits << 8, bits << 4, bits], dtype=np.uint32) & 0xF000
+    for place in SCALES[kind]:
+        data[..., place : place + 2].view(np.float16)[...] = scale
 
 
 def q4_k(x: np.ndarray) -> np.ndarray:

@@ -188,6 +188,11 @@ def dimensions(config: dict[str, Any]) -> dict[str, int]:
 def require_complete(model: Model, config: dict[str, Any] | None = None) -> None:
     """Raises GGUFProblem if a tensor is unknown, missing, or of the wrong shape."""
     config = config or hf_config(model)
+    if not any(".indexer." in name for name in model.tensors):
+        raise GGUFProblem(
+            f"{model.parts[0].path.name} has no indexer tensors, without which GLM-5 does not know what to attend to; "
+            "take a conversion that has them"
+        )
     for names, what in (
         (unmapped(model, config), "have no place in GLM-5; update glm5-shim, or take another conversion"),
         (missing(model, config), "are missing; take a complete conversion"),

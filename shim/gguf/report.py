@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from shim.gguf.config import hf_config
-from shim.gguf.files import PLAIN_TYPES, Model, Tensor
-from shim.gguf.names import find_row, mapped, missing, split_name, unmapped, wrong_shapes
+from shim.gguf.files import Model, Tensor
+from shim.gguf.names import mapped, missing, split_name, unmapped, wrong_shapes
+from shim.gguf.plan import mixed_experts, sizes_that_work
 
 # Every rank holds all of these; everything else is cut into as many pieces as there are ranks.
 REPLICATED = ("norm", "ffn_gate_inp", "exp_probs_b", "indexer.", "attn_q_a.", "attn_kv_a_mqa.", "nextn.eh_proj")
-# These are rebuilt or fused with an unquantised layer, so vLLM holds them as bf16 whatever their type in the file.
-AS_BF16 = ("attn_k_b.", "attn_v_b.", "attn_kv_b.", "indexer.attn_k.", "indexer.proj.")
-# Layers that vLLM fuses into one: all quantised or none.
-FUSED = (
-    ("attn_q_a", "attn_kv_a_mqa"),
-    ("ffn_gate", "ffn_up"),
-    ("ffn_gate_shexp", "ffn_up_shexp"),
+# vLLM holds these as bf16 whatever their type in the file (see shim.gguf.plan).
+AS_BF16 = (
+    *("token_embd.", "attn_k_b.", "attn_v_b.", "attn_kv_b.", "indexer.attn_k.", "indexer.proj."),
+    *("nextn.eh_proj.", "nextn.embed_tokens."),
 )
 
 
@@ -27,7 +25,8 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
 
     memory: weights only, without KV cache and activations. `weights_bytes` is what one GPU would hold without
     speculative decoding, `nextn_bytes` what that adds. Per GPU: replicated tensors (norms, router, indexer, q_a,
-    kv_a) in full, the others divided by the number of GPUs; kv_b and the indexer's wk and weights_proj count as bf16.
+    kv_a) in full, the others divided by the number of GPUs; what vLLM holds as bf16 (`AS_BF16`) counts as that.
+    tensor_parallel: sizes that cut through no quantisation block.
     """
     config = hf_config(model)
     main, extra = _by_block(model, config["num_hidden_layers"])
@@ -44,11 +43,12 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
             "nextn_bytes": sum(map(_bytes, extra)),
             "per_gpu": {str(ranks): sum(_bytes_per_rank(t, ranks) for t in main) for ranks in tp},
         },
+        "tensor_parallel": [] if lost or absent else sizes_that_work(model),
         "problems": [
             *(f"tensor {name} has no place in GLM-5" for name in lost),
             *(f"tensor {name} is missing" for name in absent),
             *wrong_shapes(model, config),
-            *_mixed_types(model, config),
+            *mixed_experts(model, config),
         ],
     }
 
@@ -76,25 +76,3 @@ def _bytes_per_rank(tensor: Tensor, ranks: int) -> int:
     _, rest = split_name(tensor.name)
     whole = rest.startswith(REPLICATED) or "norm" in rest
     return _bytes(tensor) if whole else -(-_bytes(tensor) // ranks)
-
-
-def _mixed_types(model: Model, config: dict[str, Any]) -> list[str]:
-    """Combinations of types that vLLM's quantised layers cannot hold."""
-    lines = []
-    layers = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    for layer in range(sum(layers)):
-        found = {
-            rest.removesuffix(".weight"): model.tensors[name].type
-            for rest in ("ffn_gate_exps.weight", "ffn_up_exps.weight", *(f"{n}.weight" for pair in FUSED for n in pair))
-            if (name := f"blk.{layer}.{rest}") in model.tensors and find_row(name, *layers)
-        }
-        gate, up = found.get("ffn_gate_exps"), found.get("ffn_up_exps")
-        if gate != up and gate is not None and up is not None:
-            lines.append(f"blk.{layer}: experts' gate is {gate.name} and up is {up.name}; vLLM keeps one type for both")
-        for first, second in FUSED:
-            if first in found and second in found and len({found[n] in PLAIN_TYPES for n in (first, second)}) == 2:
-                lines.append(
-                    f"blk.{layer}: {first} is {found[first].name} and {second} is {found[second].name}; "
-                    "vLLM fuses them, so both must be quantised or neither"
-                )
-    return lines

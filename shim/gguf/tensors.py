@@ -1,8 +1,13 @@
-"""A GGUF's weights as torch tensors under their Hugging Face names, one at a time, dequantised on the CPU."""
+"""A GGUF's weights as torch tensors under their Hugging Face names, one at a time.
+
+Each is dequantised, on the CPU, unless it is among `kept`: then it comes as the bytes of the file, as vLLM's GGUF
+layers take them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Set
 from typing import Any
 
 import gguf
@@ -14,59 +19,108 @@ from shim.gguf.config import hf_config
 from shim.gguf.files import Model, Tensor
 from shim.gguf.names import KV_B, mapped, require_complete, split_name
 
+Weights = Iterator[tuple[str, torch.Tensor]]
+_CHUNK = 1 << 24  # values dequantised at a time: 64 MiB of float32, and as much again inside gguf-py
+# What a NextN block may leave out and then has in common with the model: its name in the block, the model's
+_SHARED = (("nextn.embed_tokens.weight", "token_embd.weight"), ("nextn.shared_head_head.weight", "output.weight"))
 
-def weights(model: Model, *, nextn: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+
+def weights(
+    model: Model, *, nextn: bool = False, dtype: torch.dtype = torch.float32, kept: Set[str] = frozenset()
+) -> Weights:
     """Yields (HF name, tensor) as a DeepSeek-V2 checkpoint holds them: experts one by one, kv_b_proj in one piece.
 
-    Quantised tensors come as float32, F32, F16 and BF16 as they are. `nextn=False` leaves out the NextN blocks. The
+    Quantised tensors come as `dtype`, F32, F16 and BF16 as they are. `nextn=False` leaves out the NextN blocks. The
     indexers of layers that share a selection are left out, as they are from GLM-5.2's own checkpoint.
+    kept: GGUF names of tensors that stay quantised (`shim.gguf.plan`). They come as `<name>.qweight_type`, a scalar,
+    and then `<name>.qweight`, uint8 rows that lie in the memory-mapped file.
     Raises GGUFProblem, before the first tensor, unless the file is complete and every shape is right.
     """
     config = hf_config(model)
     require_complete(model, config)
     for name, hf in mapped(model, config).items():
-        layer, rest = split_name(name)
-        tensor = model.tensors[name]
-        if layer is not None and layer >= config["num_hidden_layers"] and not nextn:
-            continue
-        if layer is not None and rest.startswith("indexer.") and shares_selection(config, layer):
-            continue
-        if hf.endswith(KV_B):
-            if rest != "attn_v_b.weight":  # attn_k_b brings its other half along
-                yield hf, kv_b(model, layer)
-        elif ".experts.0." in hf:
-            for expert in range(tensor.shape[0]):
-                yield hf.replace(".experts.0.", f".experts.{expert}."), dense(tensor, expert)
+        layer, _ = split_name(name)
+        if nextn or layer is None or layer < config["num_hidden_layers"]:
+            yield from _tensor(model, config, name, hf, dtype, kept)
+
+
+def draft_weights(model: Model, *, dtype: torch.dtype = torch.float32, kept: Set[str] = frozenset()) -> Weights:
+    """The same for the NextN blocks alone, each with an embedding and a head: its own, or the model's."""
+    config = hf_config(model)
+    require_complete(model, config)
+    first = config["num_hidden_layers"]
+    for name, hf in mapped(model, config).items():
+        layer, _ = split_name(name)
+        if layer is not None and layer >= first:
+            yield from _tensor(model, config, name, hf, dtype, kept)
+    for layer in range(first, first + config["num_nextn_predict_layers"]):
+        for own, common in _SHARED:
+            if f"blk.{layer}.{own}" not in model.tensors:
+                source = common if common in model.tensors else "token_embd.weight"  # a tied head
+                hf = f"model.layers.{layer}.{'embed_tokens' if 'embed' in own else 'shared_head.head'}.weight"
+                yield from _tensor(model, config, source, hf, dtype, kept)
+
+
+def _tensor(model: Model, config: dict[str, Any], name: str, hf: str, dtype: torch.dtype, kept: Set[str]) -> Weights:
+    """What becomes of one tensor of the file: nothing, one, or as many as there are experts in it."""
+    layer, rest = split_name(name)
+    tensor = model.tensors[name]
+    if rest.startswith("indexer.") and layer is not None and shares_selection(config, layer):
+        return
+    if hf.endswith(KV_B):
+        if rest != "attn_v_b.weight":  # attn_k_b brings its other half along
+            yield hf, kv_b(model, layer, dtype)
+        return
+    experts = range(tensor.shape[0]) if ".experts.0." in hf else [None]
+    for expert in experts:
+        one = hf if expert is None else hf.replace(".experts.0.", f".experts.{expert}.")
+        if name in kept:
+            stem = one.removesuffix("weight")
+            yield f"{stem}qweight_type", torch.tensor(int(tensor.type))
+            yield f"{stem}qweight", packed(tensor, expert)
         else:
-            yield hf, dense(tensor)
+            yield one, dense(tensor, expert, dtype)
 
 
-def dense(tensor: Tensor, index: int | None = None) -> torch.Tensor:
+def packed(tensor: Tensor, index: int | None = None) -> torch.Tensor:
+    """The tensor, or its `index`-th slice, as uint8 [..., bytes of a row]: a view of the file, not to be written to."""
+    raw = tensor.raw() if index is None else tensor.raw()[index]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(raw)
+
+
+def dense(tensor: Tensor, index: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The tensor, or only its `index`-th slice (an expert), as a torch tensor that owns its memory.
 
-    float32 for a quantised type; F32, F16 and BF16 keep theirs, bit for bit.
+    `dtype` for a quantised type; F32, F16 and BF16 keep theirs, bit for bit.
     """
     raw = tensor.raw() if index is None else tensor.raw()[index]
     if tensor.type is Type.BF16:
         return torch.from_numpy(np.array(raw)).view(torch.bfloat16)
     if tensor.type in (Type.F32, Type.F16):
         return torch.from_numpy(np.array(raw))
-    return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(raw, tensor.type)))
+    shape = tensor.shape if index is None else tensor.shape[1:]
+    out = torch.empty(shape, dtype=dtype)
+    rows, flat = raw.reshape(-1, raw.shape[-1]), out.view(-1, shape[-1])
+    step = max(1, _CHUNK // shape[-1])
+    for start in range(0, len(rows), step):
+        values = np.ascontiguousarray(gguf.dequantize(rows[start : start + step], tensor.type))
+        flat[start : start + step] = torch.from_numpy(values)
+    return out
 
 
-def kv_b(model: Model, layer: int | None) -> torch.Tensor:
+def kv_b(model: Model, layer: int | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """kv_b_proj [heads * (nope + v), kv_lora], rebuilt from k_b and v_b, or as it is in an older file.
 
     llama.cpp's converter splits it by head and transposes k_b: k_b [heads, kv_lora, nope], v_b [heads, v, kv_lora].
     """
     fused = model.tensors.get(f"blk.{layer}.attn_kv_b.weight")
     if fused is not None:
-        return dense(fused)
-    k = dense(model.tensors[f"blk.{layer}.attn_k_b.weight"])
-    v = dense(model.tensors[f"blk.{layer}.attn_v_b.weight"])
-    if k.dtype != v.dtype:
-        k, v = k.float(), v.float()
-    return torch.cat([k.transpose(1, 2), v], dim=1).reshape(-1, v.shape[2])
+        return dense(fused, dtype=dtype)
+    k, v = (dense(model.tensors[f"blk.{layer}.attn_{half}_b.weight"], dtype=dtype) for half in "kv")
+    common = torch.promote_types(k.dtype, v.dtype)
+    return torch.cat([k.to(common).transpose(1, 2), v.to(common)], dim=1).reshape(-1, v.shape[2])
 
 
 def shares_selection(config: dict[str, Any], layer: int) -> bool:

@@ -23,6 +23,32 @@ from shim.gguf.kquants import quantize
 Tensors = dict[str, tuple[np.ndarray, Type]]  # GGUF name -> (float32 values in torch order, type in the file)
 
 
+# Types by name of tensor, "" for the rest. k_b's rows are 192, no multiple of 256, so llama-quantize falls back there.
+_EXPERTS = ("ffn_gate_exps", "ffn_up_exps")
+MIXES: dict[str, dict[str, Type]] = {
+    "ud": {"": Type.Q8_0, **dict.fromkeys(_EXPERTS, Type.Q4_K), "ffn_down_exps": Type.Q5_K},
+    "q8_0": {"": Type.Q8_0},
+    "k": {
+        **{"": Type.Q6_K, "attn_k_b": Type.Q5_1, "attn_q_a": Type.Q4_K, "ffn_up_shexp": Type.Q5_K, "output": Type.Q6_K},
+        **dict.fromkeys(_EXPERTS, Type.Q5_K),
+        "ffn_down_exps": Type.Q6_K,
+    },
+    "low": {
+        **{"": Type.Q3_K, "attn_k_b": Type.Q4_0, "output": Type.Q6_K, "token_embd": Type.Q4_K, "attn_q_b": Type.Q5_0},
+        **dict.fromkeys(_EXPERTS, Type.Q2_K),
+    },
+    "iq": {
+        **{"": Type.IQ4_XS, "attn_k_b": Type.IQ4_NL, "output": Type.Q5_K, "attn_q_a": Type.IQ4_NL},
+        **{"ffn_gate_shexp": Type.IQ3_S, "ffn_up_shexp": Type.IQ2_S, "ffn_gate": Type.IQ1_M, "ffn_up": Type.IQ3_XXS},
+        **dict.fromkeys(_EXPERTS, Type.IQ2_XS),
+        "ffn_down_exps": Type.IQ3_S,
+    },
+    "bf16": {"": Type.BF16},
+    "f16": {"": Type.F16},
+    "f32": {"": Type.F32},
+}
+
+
 @dataclass(frozen=True)
 class Shape:
     """The geometry. The widths are multiples of 256, as K-quants need; `nope` alone is 192, as in the real one."""
@@ -64,7 +90,7 @@ def write_tiny(
     """Writes the model and returns the path of its first part. The same arguments give the same bytes.
 
     parts: 1, or at least 2, of which the first holds metadata only
-    mix:   "ud" (Q4_K, Q5_K, Q6_K experts, Q8_0 for the rest), "q8_0", "bf16" or "f32"; norms and router are always F32
+    mix:   "ud" (Q4_K, Q5_K, Q6_K experts, Q8_0 for the rest) or another key of MIXES; norms and router are always F32
     """
     shape = Shape(layers=layers, dense=dense, nextn=nextn, topk=topk, context=context)
     return write_gguf(directory, name, tiny_metadata(shape, name), tiny_tensors(shape, seed, mix), parts)
@@ -192,37 +218,43 @@ def tiny_tensors(shape: Shape, seed: int = 0, mix: str = "ud") -> Tensors:
 
 
 def _kinds(shape: Shape, mix: str) -> Callable[[str], Type]:
-    """Which type each tensor gets: unsloth's UD-Q4_K_XL has Q6_K downs in a few layers, Q5_K in the others."""
-    rest = {"ud": Type.Q8_0, "q8_0": Type.Q8_0, "bf16": Type.BF16, "f32": Type.F32}[mix]
-    experts = {"ffn_gate_exps": Type.Q4_K, "ffn_up_exps": Type.Q4_K, "ffn_down_exps": Type.Q5_K}
+    """Which type each tensor gets. As in unsloth's UD-Q4_K_XL, one layer's downs are Q6_K there."""
+    kinds = MIXES[mix]
 
     def kind(name: str) -> Type:
         part = name.split(".")[-2]
         if "norm" in name or part in ("exp_probs_b", "ffn_gate_inp", "proj"):
             return Type.F32
-        if mix != "ud":
-            return rest
-        if name == f"blk.{shape.dense}.ffn_down_exps.weight":
+        if mix == "ud" and name == f"blk.{shape.dense}.ffn_down_exps.weight":
             return Type.Q6_K
-        return experts.get(part, rest)
+        return kinds.get(part, kinds[""])
 
     return kind
 
 
-def write_gguf(directory: Path, name: str, metadata: Mapping[str, Any], tensors: Tensors, parts: int = 1) -> Path:
-    """Quantises and writes `name.gguf`, or `name-00001-of-....gguf` and so on; returns the first path."""
+def write_gguf(
+    directory: Path,
+    name: str,
+    metadata: Mapping[str, Any],
+    tensors: Tensors,
+    parts: int = 1,
+    *,
+    empty_first: bool = True,
+) -> Path:
+    """Quantises and writes `name.gguf`, or `name-00001-of-....gguf` and so on; returns the first path.
+
+    empty_first: of several parts the first holds metadata only, as unsloth's do.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    per_part = math.ceil(len(tensors) / max(parts - 1, 1))
+    per_part = math.ceil(len(tensors) / max(parts - empty_first, 1))
     writer = gguf.GGUFWriter(
         directory / f"{name}.gguf",
         metadata["general.architecture"],
         split_max_tensors=per_part if parts > 1 else 0,
-        small_first_shard=parts > 1,
+        small_first_shard=parts > 1 and empty_first,
     )
-    for key, value in metadata.items():
-        if key != "general.architecture":  # the writer's constructor has written it
-            _add_key(writer, key, value)
+    add_metadata(writer, metadata)
     for tensor, (values, kind) in tensors.items():
         plain = kind in (Type.F32, Type.F16)
         writer.add_tensor(tensor, quantize(values, kind), raw_dtype=None if plain else kind)
@@ -231,6 +263,12 @@ def write_gguf(directory: Path, name: str, metadata: Mapping[str, Any], tensors:
     writer.write_tensors_to_file()
     writer.close()
     return directory / (f"{name}.gguf" if parts == 1 else f"{name}-00001-of-{parts:05d}.gguf")
+
+
+def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        if key != "general.architecture":  # the writer's constructor has written it
+            _add_key(writer, key, value)
 
 
 def _add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -17,8 +17,15 @@ from shim.patches import (
     cpu_linear,
     cpu_packaging,
     cpu_rotary,
+    deep_gemm_gate,
     gguf_engine_args,
     gguf_loader,
+    gguf_quantization,
+    indexer_builder,
+    indexer_chunks,
+    indexer_graphs,
+    indexer_logits,
+    indexer_topk,
     kv_cache_dtype,
     worker_seal,
 )
@@ -27,10 +34,18 @@ PATCHES: tuple[Patch, ...] = (
     # a GGUF becomes something that vLLM can start with
     gguf_engine_args.PATCH,
     gguf_loader.PATCH,
+    gguf_quantization.PATCH,
     # sparse MLA on NVIDIA
     backend_member.PATCH,
     backend_choice.PATCH,
     kv_cache_dtype.PATCH,
+    # the DSA indexer on NVIDIA
+    indexer_logits.PATCH,
+    indexer_topk.PATCH,
+    indexer_builder.PATCH,
+    indexer_graphs.PATCH,
+    indexer_chunks.PATCH,
+    deep_gemm_gate.PATCH,
     # GLM-5 on the CPU wheel, with reference kernels
     cpu_packaging.PATCH,
     cpu_backend.PATCH,

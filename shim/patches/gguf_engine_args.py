@@ -3,15 +3,18 @@
 Why:    vLLM cannot make a config or a tokenizer from a glm-dsa GGUF, and the plugin's config parser wants a config.json
         beside it.
 How:    before vLLM looks at it, a glm-dsa GGUF becomes a Hugging Face directory (config, generation config,
-        tokenizer, chat template, all from the GGUF's metadata, in a cache keyed by content) plus the GGUF as weights
-        and the shim's load format. So no config parser, speculators probe or tokenizer needs a patch, and only plain
-        data crosses to workers. What the user set (--tokenizer, --hf-config-path, --served-model-name,
-        --load-format) stays.
+        tokenizer, chat template, all from the GGUF's metadata, in a cache keyed by content) plus the shim's load
+        format, whose extra config names the GGUF. (A draft model gets that too; `model_weights` would in newer
+        releases become the model that its config is looked for in.) So no config parser, speculators probe or tokenizer
+        needs a patch, and only plain data crosses to workers. What the user set (--tokenizer, --hf-config-path,
+        --served-model-name, --load-format, --quantization) stays. Where there are quantised layers for it, the weights
+        stay quantised.
 Delete: when vLLM, or its GGUF plugin, builds glm-dsa's config and tokenizer from the file.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from types import ModuleType
 from typing import Any
@@ -22,7 +25,13 @@ from shim.patch import Patch, Verdict
 NAME = "gguf_engine_args"
 SYMBOL = "EngineArgs.__post_init__"
 LOAD_FORMAT = "glm5_gguf"
-FIELDS = ("model", "model_weights", "load_format", "served_model_name", "hf_config_path", "tokenizer")
+PATH = "gguf"  # the key of the load format's extra config under which the first part's path stands
+METHOD = "gguf"  # vLLM's name of the quantisation, in the tree (up to 0.23) or the plugin's
+log = logging.getLogger("vllm.glm5_shim")  # vLLM's handlers print it
+FIELDS = (
+    *("model", "load_format", "served_model_name", "hf_config_path", "tokenizer", "quantization"),
+    *("model_loader_extra_config", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+)
 
 
 def probe(module: ModuleType) -> Verdict:
@@ -39,38 +48,83 @@ def apply(module: ModuleType) -> dict[str, Any]:
     original = upstream.raw(module, SYMBOL)
 
     def __post_init__(self: Any) -> None:
-        serve_gguf(self)
-        original(self)
+        gguf = serve_gguf(self)
+        original(self)  # loads the plugins
+        if gguf is not None:
+            keep_quantised(self, gguf)
 
     return {SYMBOL: __post_init__}
 
 
-def serve_gguf(engine_args: Any) -> None:
-    """Rewrites `engine_args` in place if its model is a glm-dsa GGUF. GGUFProblem if it is one that cannot be
-    served."""
+def serve_gguf(engine_args: Any) -> Any:
+    """Rewrites `engine_args` in place if its model is a glm-dsa GGUF, and returns that (a shim.gguf.files.Model), else
+    None. GGUFProblem if it is one that cannot be served."""
     from shim.gguf.directory import hf_directory
-    from shim.gguf.files import WrongArchitecture, open_model
+    from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
     from shim.gguf.names import require_complete
     from shim.preflight import names_gguf, others_serve_gguf
 
     named = engine_args.model
     if not isinstance(named, str) or not names_gguf(named):
         ledger.idle(NAME, f"{named} is not a GGUF")
-        return
+        return None
     try:
         model = open_model(named)
     except WrongArchitecture as problem:
         if not others_serve_gguf():
             raise
         ledger.idle(NAME, str(problem))
-        return
+        return None
     require_complete(model)
+    if wants_mtp(engine_args) and not model.metadata.get("glm-dsa.nextn_predict_layers"):
+        raise GGUFProblem(f"{named} has no NextN block, which speculative decoding by mtp needs; leave that out")
     engine_args.model = str(hf_directory(model, env.cache_dir()))
-    engine_args.model_weights = os.path.abspath(model.parts[0].path)
     engine_args.served_model_name = engine_args.served_model_name or [named]
     if engine_args.load_format in ("auto", "gguf"):
         engine_args.load_format = LOAD_FORMAT
+        extra = engine_args.model_loader_extra_config or {}
+        engine_args.model_loader_extra_config = {**extra, PATH: os.path.abspath(model.parts[0].path)}
     ledger.used(NAME)
+    return model
+
+
+def wants_mtp(engine_args: Any) -> bool:
+    speculative = getattr(engine_args, "speculative_config", None)
+    return isinstance(speculative, dict) and str(speculative.get("method", "")).endswith("mtp")
+
+
+def keep_quantised(engine_args: Any, model: Any) -> None:
+    """Asks vLLM for its GGUF layers, if it has them here and the file has something for them.
+
+    GGUFProblem if this file cannot be cut for them as the user asks.
+    """
+    from shim.gguf.files import GGUFProblem
+    from shim.gguf.plan import cut_problem, plan
+
+    wanted = engine_args.quantization in (None, METHOD) and engine_args.load_format == LOAD_FORMAT
+    there = gguf_layers() if wanted else None
+    if there is None or not plan(model).kept:
+        return
+    if not there:
+        log.warning(
+            "glm5-shim: the weights are dequantised to 16 bits; `pip install vllm-gguf-plugin` keeps them as they are."
+        )
+        return
+    ranks = engine_args.tensor_parallel_size
+    expert_ranks = 1 if engine_args.enable_expert_parallel else ranks * engine_args.data_parallel_size
+    problem = cut_problem(model, ranks, expert_ranks)
+    if problem:
+        raise GGUFProblem(problem)
+    engine_args.quantization = METHOD
+
+
+def gguf_layers() -> bool | None:
+    """Has this vLLM, with its plugins loaded, layers for quantised GGUF weights? None where there is no NVIDIA GPU for
+    their kernels."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.platforms import current_platform
+
+    return METHOD in QUANTIZATION_METHODS if current_platform.is_cuda() else None
 
 
 PATCH = Patch(

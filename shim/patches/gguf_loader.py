@@ -1,20 +1,23 @@
 """Target: vllm.model_executor.model_loader
 
-Why:    no loader of vLLM, nor its GGUF plugin's, knows glm-dsa: kv_b_proj is split in two and transposed, the
-        indexer must be dequantised, experts are stacked.
-How:    a load format of our own, registered by vLLM's public `register_model_loader`. Every tensor is dequantised
-        while it is read; a parameter that the file did not set is an error, never a random weight.
+Why:    no loader of vLLM, nor its GGUF plugin's, knows glm-dsa: kv_b_proj is split in two and transposed, the indexer
+        must be dequantised, experts are stacked, the NextN block is left out.
+How:    a load format of our own, registered by vLLM's public `register_model_loader`. With quantisation "gguf" the
+        tensors of quantised layers come as they are in the file, into vLLM's own GGUF layers; all others, and
+        without it all, are dequantised while they are read. A parameter that the file did not set is an error, never a
+        random weight.
 Delete: when the plugin loads glm-dsa.
 """
 
 from __future__ import annotations
 
+import time
 from types import ModuleType
 from typing import Any
 
 from shim import ledger, upstream
 from shim.patch import Patch, Verdict
-from shim.patches.gguf_engine_args import LOAD_FORMAT
+from shim.patches.gguf_engine_args import LOAD_FORMAT, METHOD, PATH, log
 
 NAME = "gguf_loader"
 
@@ -28,28 +31,52 @@ def probe(module: ModuleType) -> Verdict:
 
 def apply(module: ModuleType) -> dict[str, Any]:
     class Glm5GGUFLoader(module.BaseModelLoader):  # type: ignore[misc, name-defined]
-        """Loads a glm-dsa GGUF, dequantised, into vLLM's own model class."""
+        """Loads a glm-dsa GGUF into vLLM's own model class, quantised or not."""
 
         def download_model(self, model_config: Any) -> None:
             """The files are local."""
 
+        def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+            if model_config.quantization == METHOD:
+                from shim.gguf.files import open_model
+                from shim.gguf.plan import plan
+
+                vllm_config.quant_config.plan = plan(open_model(self._path()))
+            return super().load_model(vllm_config, model_config, *args, **kwargs)
+
         def load_weights(self, model: Any, model_config: Any) -> None:
-            load(model, model_config.model_weights)
+            load(model, model_config, self._path())
+
+        def _path(self) -> str:
+            return str(self.load_config.model_loader_extra_config[PATH])
 
     module.register_model_loader(LOAD_FORMAT)(Glm5GGUFLoader)
     return {}
 
 
-def load(model: Any, path: str) -> None:
-    """Fills `model` (a torch module with vLLM's `load_weights`) from the GGUF at `path`."""
+def load(model: Any, model_config: Any, path: str) -> None:
+    """Fills `model` (a torch module with vLLM's `load_weights`) from the GGUF at `path`: all blocks but NextN, or for a
+    draft model NextN alone."""
     from shim.gguf.files import GGUFProblem, open_model
-    from shim.gguf.tensors import weights
+    from shim.gguf.plan import plan
+    from shim.gguf.tensors import draft_weights, weights
 
-    loaded = model.load_weights(weights(open_model(path)))
+    gguf = open_model(path)
+    kept: frozenset[str] = frozenset()
+    if model_config.quantization == METHOD:
+        from shim.quantization import prepare
+
+        prepare(model)
+        kept = plan(gguf).kept
+    choose = draft_weights if model_config.runner_type == "draft" else weights
+    started = time.monotonic()
+    loaded = model.load_weights(choose(gguf, dtype=model_config.dtype, kept=kept))
     unset = sorted(set(dict(model.named_parameters())) - set(loaded))
     if unset:
         shown = ", ".join(unset[:5]) + (", ..." if len(unset) > 5 else "")
         raise GGUFProblem(f"{path}: {len(unset)} parameters of the model are not set by the file: {shown}")
+    what = f"{len(kept)} tensors as they are, the others dequantised" if kept else "dequantised"
+    log.info("glm5-shim: weights loaded in %.2f s: %s", time.monotonic() - started, what)
     ledger.used(NAME)
 
 

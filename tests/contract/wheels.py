@@ -1,0 +1,74 @@
+"""Real wheels as the contract: their own .py files, imported in a child process with the shim on.
+
+`vllm` wheels for CUDA do not run here, but their Python does once the compiled modules have stand-ins: everything
+that the patches look at and replace is vLLM's own, unmodified.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "wheels"
+OLDEST = (0, 16, 0)
+
+_PRELUDE = """
+import importlib, json, sys, types
+for name in ("torchvision", "torchaudio", "torchcodec"):
+    sys.modules.setdefault(name, None)
+for name in STANDINS:
+    sys.modules[name] = types.ModuleType(name)
+from shim import activate
+def say(value):
+    print("@@" + json.dumps(value))
+def states():
+    return {r.patch.name: r.state.value for r in activate.engine().records.values()}
+"""
+
+
+def released() -> list[str]:
+    """Every final release of vLLM from the oldest supported on, oldest first, as pip knows them."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "vllm"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (line,) = [line for line in said.splitlines() if line.startswith("Available versions: ")]
+    found = line.removeprefix("Available versions: ").split(", ")
+    return sorted((v for v in found if "post" not in v and as_tuple(v) >= OLDEST), key=as_tuple)
+
+
+def as_tuple(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def sources(version: str) -> Path:
+    """The .py files of the released wheel vllm==version, fetched by pip once."""
+    place = CACHE / version
+    if not (place / "vllm").is_dir():
+        fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+        for tag in ("2_35", "2_31", "2_28", "2_24"):
+            fetch += ["--platform", f"manylinux_{tag}_x86_64"]
+        place.mkdir(parents=True, exist_ok=True)
+        subprocess.run([*fetch, "-d", str(place), f"vllm=={version}"], check=True, capture_output=True)
+        (wheel,) = place.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(place, [n for n in archive.namelist() if n.endswith(".py")])
+        wheel.unlink()
+    return place
+
+
+def child(code: str, place: Path, source: Path | None = None, **env: str) -> object:
+    """Runs `code` with the shim on and `place` as its working directory, on the installed vLLM or on a GPU wheel's
+    sources; returns what it passes to `say(...)`."""
+    path = [str(ROOT)] + ([str(source)] if source else [])
+    standins = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C") if source else ()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPATH": os.pathsep.join(path), "GLM5_SHIM_STATE_DIR": str(place / "state"), **env}
+    script = f"STANDINS = {standins!r}\n{_PRELUDE}\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=place)
+    said = [line[2:] for line in done.stdout.splitlines() if line.startswith("@@")]
+    assert said, f"the child said nothing (exit {done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return json.loads(said[-1])
