@@ -35,14 +35,14 @@ class Paged:
 PREFILL_MMA = Prefill(block_n=256, columns=32, group=128, stages=3, warps=8)
 # predicted: 64 heads are one query; two programs of 4 warps (42 KB, 248 registers) share an SM
 PREFILL_MMA_64 = Prefill(block_n=256, columns=64, group=128, stages=2, warps=4)
-# predicted: wgmma's wide side reads K from shared memory once for 4 queries; two programs an SM, one at the MMA while
-# the other sums
+# H200: 4,096 x 65,536 in 2,915 us, 1.2 to 1.3 times DeepGEMM; 4 stages or 256 x 64 are within 1 %, 64 columns of 128 keys
+# 12 % slower
 PREFILL_WGMMA = Prefill(block_n=128, columns=128, group=128, stages=3, warps=4)
 
 # predicted: bound by bytes; two pages in flight in each of 3 programs are 50 KB an SM, and 1.79 TB/s need about 10. All
 # programs must be resident at once: 3 of 64 columns are, by registers
 PAGED_MMA = Paged(columns=64, stages=5, warps=4, per_sm=3)
-# predicted: 4.8 TB/s need about 36 KB in flight an SM
+# H200: 64 x 65,536 at 3.7 TB/s, within 2 % of DeepGEMM; 128 columns, 7 or 9 stages and 6 programs an SM are within 1 %
 PAGED_WGMMA = Paged(columns=64, stages=5, warps=4, per_sm=4)
 
 

@@ -44,8 +44,8 @@ class Plan:
 # tiles (28 with 32 of one)
 SHARED = {sample: Config(sample, tile=4096, stages=3, warps=8, per_sm=2) for sample in SAMPLES}
 TILES = 2  # at least, for each part of a row
-# H200: 4,096 x 65,536 in 1,199 us; 3 stages 4 % faster, 3 or 4 programs an SM with 80 or 64 registers as fast (and spill
-# on 12.x); tile 4,096 and 4 warps slower
+# H200: 4,096 x 65,536 in 1,151 us (1,199 with 4 stages); 3 or 4 programs an SM with 80 or 64 registers are as fast, but
+# spill on 12.x; tiles of 4,096 and 4 warps are slower
 WHOLE = {sample: Config(sample, tile=2048, stages=3, warps=8, per_sm=2) for sample in SAMPLES}
 
 
