@@ -134,7 +134,6 @@ class Engine:
         for importer, symbol, name in self._importers(patch):
             if vars(importer).get(name) is record.originals[symbol]:
                 setattr(importer, name, record.replacements[symbol])
-        patch.verify(module)
         lost = self._lost(record)
         if lost:
             raise RuntimeError(lost)
@@ -158,7 +157,8 @@ class Engine:
                 yield module, by_last_name[name], name
 
     def _lost(self, record: Record) -> str:
-        """Empty if every symbol, and every loaded copy of it, is still ours; else the first that is not."""
+        """Empty if every symbol, and every loaded copy of it, is still ours, and the patch still verifies; else what is
+        not so."""
         module = sys.modules[record.patch.target]
         for symbol, new in record.replacements.items():
             if upstream.raw(module, symbol) is not new:
@@ -168,6 +168,10 @@ class Engine:
             # a half-imported importer has not copied the name yet, and will copy ours
             if held is not None and held is not record.replacements[symbol]:
                 return f"{importer.__name__}.{name} is not the shim's"
+        try:
+            record.patch.verify(module)
+        except Exception as problem:
+            return f"{type(problem).__name__}: {problem}"
         return ""
 
     def _fail(self, record: Record, found: str, cause: Exception | None = None) -> None:

@@ -119,6 +119,23 @@ def test_whatever_part_raises_the_process_stops(target, part):
         importlib.import_module(target)
 
 
+def test_the_gate_verifies_again_what_no_symbol_shows(target):
+    """A patch that registers something replaces no symbol; only its `verify` can tell that it was undone."""
+
+    def verify(module):
+        if not hasattr(module, "registered"):
+            raise RuntimeError("no longer registered")
+
+    engine = armed(
+        patch(target, replaces=(), apply=lambda module: vars(module).update(registered=1) or {}, verify=verify)
+    )
+    module = importlib.import_module(target)
+    engine.check()
+    del module.registered
+    with pytest.raises(ShimError, match="one was undone: RuntimeError: no longer registered"):
+        engine.check()
+
+
 def test_the_error_is_no_import_error():
     assert not issubclass(ShimError, ImportError)
 

@@ -35,8 +35,8 @@ class Paged:
 PREFILL_MMA = Prefill(block_n=256, columns=32, group=128, stages=3, warps=8)
 # predicted: 64 heads are one query; two programs of 4 warps (42 KB, 248 registers) share an SM
 PREFILL_MMA_64 = Prefill(block_n=256, columns=64, group=128, stages=2, warps=4)
-# H200: 4,096 x 65,536 in 2,915 us, 1.2 to 1.3 times DeepGEMM; 4 stages or 256 x 64 are within 1 %, 64 columns of 128 keys
-# 12 % slower
+# H200: 4,096 x 65,536 in 2,915 us, 1.2 to 1.3 times DeepGEMM; 4 stages or 256 x 64 are within 1 %; 64 columns of
+# 128 keys 12 % slower
 PREFILL_WGMMA = Prefill(block_n=128, columns=128, group=128, stages=3, warps=4)
 
 # predicted: bound by bytes; two pages in flight in each of 3 programs are 50 KB an SM, and 1.79 TB/s need about 10. All

@@ -43,11 +43,11 @@ MIDDLE = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=1)
 WIDE = Config(block_k=32, block_n=32, tile=128, stages=4, warps=8, per_sm=1)
 # H200, 64 heads: 1,642 us at T 512, 4.8 times FA3 (which has wgmma's 64 rows). Untuned; Q takes 72 KB of shared memory
 WIDEST = Config(block_k=16, block_n=64, tile=128, stages=4, warps=8, per_sm=1)
-# H200: 77 us at T 64, 422 at T 512, 3,257 at T 4096, a third of the gather; 7 stages are 3 to 4 % slower, block_k 32 is 3 to
-# 10 % faster with Triton 3.6 (74, 392, 2,899) but spills on 12.x with 3.9
+# H200: 77 us at T 64, 422 at T 512, 3,257 at T 4096, a third of the gather; 7 stages are 3 to 4 % slower; block_k 32 is
+# 3 to 10 % faster with Triton 3.6 (74, 392, 2,899) but spills on 12.x with 3.9
 NARROW_FP8 = Config(block_k=16, block_n=8, tile=64, stages=4, warps=2, per_sm=4)
-# H200, 64 heads: 3,509 us at T 512, 7.8 times FlashMLA: a row is gathered and converted four times over. Untuned; 32 and
-# 64 heads in one program spill on 12.x
+# H200, 64 heads: 3,509 us at T 512, 7.8 times FlashMLA: a row is gathered and converted four times over. Untuned; 32
+# and 64 heads in one program spill on 12.x
 WIDE_FP8 = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=2)
 
 BY_HEADS = {  # the first whose heads suffice, else the last
