@@ -4,11 +4,13 @@ cost a second, not the minute that vLLM takes to come to the same end."""
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 
 def check_command_line(argv: list[str]) -> None:
@@ -44,16 +46,18 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
     """One line on why the GGUF at `path` cannot be served by the command `argv`; None if it can, or if it is somebody
     else's to serve."""
     from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
-    from shim.gguf.names import require_complete
+    from shim.gguf.names import require_complete, require_nextn
     from shim.gguf.plan import cut_problem, plan
 
     try:
         model = open_model(path)
         require_complete(model)
+        if _drafts_with_nextn(argv):
+            require_nextn(model)
         if others_serve_gguf() and _option(argv, "--quantization", "-q") in (None, "gguf"):
             plan(model)
             ranks = _size(argv, "--tensor-parallel-size", "-tp")
-            parallel_experts = {"--enable-expert-parallel", "-ep"} & set(argv)
+            parallel_experts = {"--enable-expert-parallel", "-ep"} & {word.replace("_", "-") for word in argv}
             expert_ranks = 1 if parallel_experts else ranks * _size(argv, "--data-parallel-size", "-dp")
             return cut_problem(model, ranks, expert_ranks)
     except WrongArchitecture as problem:
@@ -63,11 +67,32 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
     return None
 
 
+def drafts_with_nextn(speculative: Any, method: str | None = None, model: str | None = None) -> bool:
+    """Does this speculative config, as vLLM takes it, draft with the NextN block of the model itself? `method` and
+    `model`: what was said of them in options of their own."""
+    said = speculative if isinstance(speculative, dict) else {}
+    return str(method or said.get("method")).endswith("mtp") and not (model or said.get("model"))
+
+
+def _drafts_with_nextn(argv: Sequence[str]) -> bool:
+    try:
+        said = json.loads(_option(argv, "--speculative-config", "-sc") or "{}")
+    except ValueError:
+        said = None  # vLLM's to refuse
+    method = _option(argv, "--spec-method", "--speculative-config.method", "-sc.method")
+    model = _option(argv, "--spec-model", "--speculative-config.model", "-sc.model")
+    return drafts_with_nextn(said, method, model)
+
+
 def _option(argv: Sequence[str], *names: str) -> str | None:
-    """The value of an option given as `--name value` or `--name=value`; the last one wins."""
-    given = [after for word, after in itertools.pairwise(argv) if word in names]
-    given += [word.partition("=")[2] for word in argv if word.partition("=")[0] in names and "=" in word]
-    return given[-1] if given else None
+    """The value of an option given as `--name value` or `--name=value`, `_` for `-` as vLLM takes it; the last one
+    wins."""
+    said = None
+    for word, after in itertools.pairwise((*argv, "")):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            said = value if equals else after
+    return said
 
 
 def _size(argv: Sequence[str], *names: str) -> int:

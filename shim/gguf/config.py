@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from shim.gguf.files import GGUFProblem, Model
@@ -54,7 +55,13 @@ _CONSTANT = {
     "dtype": "bfloat16",
     "torch_dtype": "bfloat16",
 }
-_SCORING = {None: "sigmoid", 1: "softmax", 2: "sigmoid"}  # llama.cpp: a glm-dsa file without the key means sigmoid
+_SCORING = {1: "softmax", 2: "sigmoid"}  # llama.cpp: a glm-dsa file without the key means sigmoid
+# of keys that are no integers
+_KINDS = {
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.freq_base", "expert_weights_scale"), float),
+    "expert_weights_norm": bool,
+}
+_SAID = {int: "an integer", float: "a number", bool: "true or false"}
 _MOST_LAYERS = 1000  # a corrupt count must not cost memory
 _GLM_5_2_CONTEXT = 1048576
 _GLM_5_2_SHARING = {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_share_for_mtp_iteration": True}
@@ -64,7 +71,7 @@ def hf_config(model: Model) -> dict[str, Any]:
     """The config.json. Raises GGUFProblem naming a missing key, or a value that GLM-5 does not have."""
     config: dict[str, Any] = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", **_CONSTANT}
     config |= {key: _required(model, name) for key, name in _REQUIRED.items()}
-    config |= {key: model.metadata.get(f"{ARCH}.{name}", default) for key, (name, default) in _OPTIONAL.items()}
+    config |= {key: _number(model, name, default) for key, (name, default) in _OPTIONAL.items()}
 
     # block_count counts the NextN block too, as the last
     config["num_hidden_layers"] = _required(model, "block_count") - config["num_nextn_predict_layers"]
@@ -78,7 +85,7 @@ def hf_config(model: Model) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in model.tensors
     config |= _rope(model)
 
-    gating = model.metadata.get(f"{ARCH}.expert_gating_func")
+    gating = _number(model, "expert_gating_func", 2)
     if gating not in _SCORING:
         raise GGUFProblem(
             f"{ARCH}.expert_gating_func is {gating}, expected 1 (softmax) or 2 (sigmoid); no GLM-5 has it"
@@ -129,15 +136,23 @@ def _required(model: Model, name: str) -> Any:
     key = f"{ARCH}.{name}"
     if key not in model.metadata:
         raise GGUFProblem(f"metadata key {key} is missing from {model.parts[0].path.name}; convert the model anew")
-    value = model.metadata[key]
-    if not isinstance(value, (bool, int, float)) or value < 0:
-        raise GGUFProblem(f"metadata key {key} is {value!r}, expected a number that is not negative; download it again")
-    return value
+    return _number(model, name, None)
+
+
+def _number(model: Model, name: str, default: Any) -> Any:
+    """The value of a key, if it is of the key's type and can be meant; `default` where there is none."""
+    key = f"{ARCH}.{name}"
+    value = model.metadata.get(key, default)
+    kind = _KINDS.get(name, int)
+    # converters write a round float as an integer, and a flag as either
+    if not isinstance(value, (bool, int) if kind is bool else (kind, int)) or not 0 <= value < math.inf:
+        raise GGUFProblem(f"metadata key {key} is {value!r}, expected {_SAID[kind]}; download it again")
+    return kind(value)
 
 
 def _vocab_size(model: Model) -> int:
     embedding = model.tensors.get("token_embd.weight")
-    return model.metadata.get(f"{ARCH}.vocab_size") or (embedding.shape[0] if embedding else 0)
+    return _number(model, "vocab_size", 0) or (embedding.shape[0] if embedding else 0)
 
 
 def _rope(model: Model) -> dict[str, Any]:
@@ -150,12 +165,22 @@ def _rope(model: Model) -> dict[str, Any]:
 
 def _token_ids(model: Model) -> dict[str, Any]:
     """GLM ends a turn with the next one's role, so <|user|> (eot) and <|observation|> (eom) stop it as well."""
-    stops = [model.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    stops = [_token_id(model, name) for name in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(stop for stop in stops if stop is not None))
     if not eos:
         raise GGUFProblem("metadata key tokenizer.ggml.eos_token_id is missing; convert the model anew")
+    pad = _token_id(model, "padding")
     return {
         "eos_token_id": eos,
-        "pad_token_id": model.metadata.get("tokenizer.ggml.padding_token_id", eos[0]),
-        "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
+        "pad_token_id": eos[0] if pad is None else pad,
+        "bos_token_id": _token_id(model, "bos"),
     }
+
+
+def _token_id(model: Model, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = model.metadata.get(key)
+    size = _vocab_size(model)
+    if value is not None and not (isinstance(value, int) and 0 <= value < size):
+        raise GGUFProblem(f"metadata key {key} is {value!r}, expected one of {size} tokens; download it again")
+    return value

@@ -34,7 +34,10 @@ _NUMPY_TYPES = {Type.F32: np.float32, Type.F16: np.float16}
 
 
 class GGUFProblem(ValueError):
-    """One clear line: what was found, what was expected, what to do."""
+    """One clear line: what was found, what was expected, what to do. A corrupt name in it cannot break the line."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__("".join(letter if letter.isprintable() else "?" for letter in line))
 
 
 class WrongArchitecture(GGUFProblem):
@@ -97,14 +100,16 @@ def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
     """
     paths = part_paths(path)
     missing = [p.name for p in paths if not p.is_file()]
+    if paths[0].is_file():
+        first = _read_header(paths[0])
+        _check_arch(paths[0], Metadata(first.fields), arch)
     if missing:
         raise GGUFProblem(
             f"{len(missing)} of {len(paths)} parts missing in {paths[0].parent}: {', '.join(missing)}; "
             "download them into that directory"
         )
-    readers = [_read_header(p) for p in paths]
+    readers = [first, *(_read_header(p) for p in paths[1:])]
     metadata = [Metadata(reader.fields) for reader in readers]
-    _check_arch(paths[0], metadata[0], arch)
     _check_split(paths, metadata, [len(reader.infos) for reader in readers])
     parts: list[Part] = []
     tensors: dict[str, Tensor] = {}

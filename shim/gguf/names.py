@@ -203,6 +203,15 @@ def require_complete(model: Model, config: dict[str, Any] | None = None) -> None
             raise GGUFProblem(f"{len(names)} tensors {what}: {', '.join(names[:3])}{more}")
 
 
+def require_nextn(model: Model) -> None:
+    """Raises GGUFProblem if the file has no block to draft with."""
+    if not hf_config(model)["num_nextn_predict_layers"]:
+        raise GGUFProblem(
+            f"{model.parts[0].path.name} has no NextN block, which speculative decoding by mtp needs; "
+            "leave the speculative config out, or take a conversion that has the block"
+        )
+
+
 def _layers(config: dict[str, Any]) -> tuple[int, int]:
     return config["num_hidden_layers"], config["num_nextn_predict_layers"]
 

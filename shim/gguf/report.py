@@ -30,7 +30,7 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
     """
     config = hf_config(model)
     main, extra = _by_block(model, config["num_hidden_layers"])
-    lost, absent = unmapped(model, config), missing(model, config)
+    lost, absent, misshapen = unmapped(model, config), missing(model, config), wrong_shapes(model, config)
     return {
         "arch": model.metadata["general.architecture"],
         "name": model.metadata.get("general.name"),
@@ -43,11 +43,11 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
             "nextn_bytes": sum(map(_bytes, extra)),
             "per_gpu": {str(ranks): sum(_bytes_per_rank(t, ranks) for t in main) for ranks in tp},
         },
-        "tensor_parallel": [] if lost or absent else sizes_that_work(model),
+        "tensor_parallel": [] if lost or absent or misshapen else sizes_that_work(model),
         "problems": [
             *(f"tensor {name} has no place in GLM-5" for name in lost),
             *(f"tensor {name} is missing" for name in absent),
-            *wrong_shapes(model, config),
+            *misshapen,
             *mixed_experts(model, config),
         ],
     }

@@ -28,7 +28,7 @@ def write_tokenizer(model: Model, directory: Path) -> None:
     build(model).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(_config(model), indent=2), encoding="utf-8")
     template = model.metadata.get("tokenizer.chat_template")
-    if template:
+    if isinstance(template, str):
         # newline="": a template is data, and Windows line ends would change the prompt
         with open(directory / "chat_template.jinja", "w", encoding="utf-8", newline="") as file:
             file.write(template)
@@ -42,7 +42,11 @@ def build(model: Model) -> Tokenizer:
     tokens, types, merges = _tables(model)
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    tokenizer = dress(Tokenizer(BPE(vocab=vocab, merges=pairs, ignore_merges=True)))
+    try:
+        bpe = BPE(vocab=vocab, merges=pairs, ignore_merges=True)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise GGUFProblem(f"the tokenizer's merges do not fit its tokens: {error}; convert the model anew") from None
+    tokenizer = dress(Tokenizer(bpe))
     # Added tokens are in the vocabulary too, so each keeps its number
     added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
@@ -65,16 +69,18 @@ def _tables(model: Model) -> tuple[list[str], list[int], list[str]]:
     found = tuple(model.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if found != ("gpt2", "glm4"):
         raise GGUFProblem(f"the tokenizer is {found[0]} cut by {found[1]}, expected gpt2 cut by glm4; convert it anew")
-    tokens, types, merges = (_table(model, key) for key in ("tokens", "token_type", "merges"))
+    tokens, types, merges = _table(model, "tokens", str), _table(model, "token_type", int), _table(model, "merges", str)
     if len(tokens) != len(types):
         raise GGUFProblem(f"{len(tokens)} tokens but {len(types)} token types; convert the model anew")
     return tokens, types, merges
 
 
-def _table(model: Model, key: str) -> list[Any]:
-    table: list[Any] | None = model.metadata.get(f"tokenizer.ggml.{key}")
+def _table(model: Model, key: str, kind: type) -> list[Any]:
+    table: Any = model.metadata.get(f"tokenizer.ggml.{key}")
     if table is None:
         raise GGUFProblem(f"metadata key tokenizer.ggml.{key} is missing; convert the model anew")
+    if not isinstance(table, list) or not isinstance(next(iter(table), kind()), kind):  # an array is of one type
+        raise GGUFProblem(f"metadata key tokenizer.ggml.{key} is no table of {kind.__name__}; download it again")
     return table
 
 
@@ -88,6 +94,6 @@ def _config(model: Model) -> dict[str, Any]:
     tokens = model.metadata["tokenizer.ggml.tokens"]
     for name, key in (("eos_token", "eos"), ("pad_token", "padding"), ("bos_token", "bos")):
         number = model.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if number is not None:
+        if number is not None and number < len(tokens):
             config[name] = tokens[number]
     return config

@@ -31,6 +31,7 @@ log = logging.getLogger("vllm.glm5_shim")  # vLLM's handlers print it
 FIELDS = (
     *("model", "load_format", "served_model_name", "hf_config_path", "tokenizer", "quantization"),
     *("model_loader_extra_config", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+    "speculative_config",
 )
 
 
@@ -60,9 +61,9 @@ def serve_gguf(engine_args: Any) -> Any:
     """Rewrites `engine_args` in place if its model is a glm-dsa GGUF, and returns that (a shim.gguf.files.Model), else
     None. GGUFProblem if it is one that cannot be served."""
     from shim.gguf.directory import hf_directory
-    from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
-    from shim.gguf.names import require_complete
-    from shim.preflight import names_gguf, others_serve_gguf
+    from shim.gguf.files import WrongArchitecture, open_model
+    from shim.gguf.names import require_complete, require_nextn
+    from shim.preflight import drafts_with_nextn, names_gguf, others_serve_gguf
 
     named = engine_args.model
     if not isinstance(named, str) or not names_gguf(named):
@@ -76,8 +77,9 @@ def serve_gguf(engine_args: Any) -> Any:
         ledger.idle(NAME, str(problem))
         return None
     require_complete(model)
-    if wants_mtp(engine_args) and not model.metadata.get("glm-dsa.nextn_predict_layers"):
-        raise GGUFProblem(f"{named} has no NextN block, which speculative decoding by mtp needs; leave that out")
+    options = [getattr(engine_args, name, None) for name in ("spec_method", "spec_model")]  # 0.22 and later
+    if drafts_with_nextn(engine_args.speculative_config, *options):
+        require_nextn(model)
     engine_args.model = str(hf_directory(model, env.cache_dir()))
     engine_args.served_model_name = engine_args.served_model_name or [named]
     if engine_args.load_format in ("auto", "gguf"):
@@ -86,11 +88,6 @@ def serve_gguf(engine_args: Any) -> Any:
         engine_args.model_loader_extra_config = {**extra, PATH: os.path.abspath(model.parts[0].path)}
     ledger.used(NAME)
     return model
-
-
-def wants_mtp(engine_args: Any) -> bool:
-    speculative = getattr(engine_args, "speculative_config", None)
-    return isinstance(speculative, dict) and str(speculative.get("method", "")).endswith("mtp")
 
 
 def keep_quantised(engine_args: Any, model: Any) -> None:

@@ -15,27 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from child_env import ROOT, ledgers, server_env
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 Answers = dict[str, np.ndarray]
-
-
-def server_env(**more: str) -> dict[str, str]:
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith("GLM5_SHIM") and k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-    }
-    return env | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines at a time would be bound to the same core
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        **more,
-    }
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +39,7 @@ def ask_engine(tmp_path_factory) -> Callable[..., Answers]:
         done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=place)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         answers: Answers = dict(np.load(place / "out.npz"))
-        answers["ledgers"] = [json.loads(p.read_text()) for p in (place / "state").glob("*.json")]
+        answers["ledgers"] = ledgers(place / "state")
         return answers
 
     return run

@@ -6,12 +6,8 @@ Each file is another mixture of what converters and quantisers do.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +18,9 @@ from hf_reference import argmax_agreement, kl, logits
 
 from shim.gguf.tiny import Shape, Tensors, tiny_metadata, tiny_tensors, write_gguf
 
-HERE = Path(__file__).parent
-CACHE = HERE.parents[1] / ".cache" / "wheels"
-PLUGIN = "vllm-gguf-plugin==0.0.5"
+pytest_plugins = ("gguf_plugin",)
 SHAPE = Shape(layers=3)
 TOKENS = 128  # twice the top-k
-
-
-@pytest.fixture(scope="session")
-def plugin() -> tuple[Path, ...]:
-    """What makes the plugin, on a CPU, part of a child's path."""
-    kernels = HERE / "plugin_on_cpu"
-    if find_spec("vllm_gguf_plugin"):
-        return (kernels,)
-    place = CACHE / PLUGIN
-    if not (place / "vllm_gguf_plugin").is_dir():
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(place), PLUGIN]
-        subprocess.run(command, check=True, capture_output=True)
-        (wheel,) = place.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(place, [n for n in archive.namelist() if not n.endswith(".so")])
-        wheel.unlink()
-    return kernels, place
 
 
 @dataclass(frozen=True)
@@ -89,25 +66,37 @@ FILES = {
         kinds={
             **{"attn_q_a.weight": Type.BF16, "0.ffn_up.weight": Type.F16, "1.ffn_gate_shexp.weight": Type.Q5_0},
             **{f"blk.2.ffn_{part}_exps.weight": Type.BF16 for part in ("gate", "up", "down")},
-            **{"attn_k_b.weight": Type.Q5_1, "attn_v_b.weight": Type.BF16, "output.weight": Type.F16},
+            **{"attn_k_b.weight": Type.Q5_0, "attn_v_b.weight": Type.BF16, "output.weight": Type.F16},
         },
     ),
+    "BF16, 2 parts with tensors in the first": File("bf16", parts=2, empty_first=False),
     "F16": File("f16"),
+    "F32": File("f32"),
 }
 
 
+@pytest.fixture(scope="module")
+def answers(probe, tokens, tmp_path_factory) -> tuple[dict[str, Path], dict[str, Any]]:
+    """Where each file is, and what one process that opened them all answered."""
+    place = tmp_path_factory.mktemp("files")
+    paths = {name: file.write(place / str(number)) for number, (name, file) in enumerate(FILES.items())}
+    engine = {"dtype": "float32", "max_num_batched_tokens": 64, "quantization": "gguf"}
+    runs = {name: {"model": str(p), "prompts": [tokens[:TOKENS]], "engine": engine} for name, p in paths.items()}
+    return paths, probe(runs)
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_quantised(name, ask_engine, plugin, tmp_path, tokens):
-    path = FILES[name].write(tmp_path)
-    prompt = tokens[:TOKENS]
-    engine: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 64, "quantization": "gguf"}
-    jobs = [{"name": "t", "prompts": [prompt], "teacher": True}]
-    answers = ask_engine(path, jobs, path=plugin, **engine)
-    expected = logits(path, prompt)[:-1]
-    divergence = kl(expected, answers["t/0"])
-    print(f"\n{name}: KL {divergence:.1e}, argmax {argmax_agreement(expected, answers['t/0']):.3f}")
-    assert np.isfinite(answers["t/0"]).all()
+def test_quantised(name, answers, tokens):
+    paths, found = answers
+    expected, got = logits(paths[name], tokens[:TOKENS])[:-1], found[f"{name}/teacher"]
+    divergence = kl(expected, got)
+    print(f"\n{name}: KL {divergence:.1e}, argmax {argmax_agreement(expected, got):.3f}")
+    assert np.isfinite(got).all()
     assert divergence < 1e-6
-    assert argmax_agreement(expected, answers["t/0"]) == 1.0
-    (ledger,) = answers["ledgers"]
+    assert argmax_agreement(expected, got) == 1.0
+    assert found[f"{name}/quantization"] == "gguf"
+
+
+def test_the_ledger_says_so(answers):
+    (ledger,) = answers[1]["ledgers"]
     assert "gguf_quantization" in {entry["name"] for entry in ledger["patches"] if entry.get("used")}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, server_env
+from child_env import ROOT, server_env
 
 LOST = """
 import os, sys

@@ -65,3 +65,30 @@ def test_another_architecture_is_refused_only_where_nobody_else_serves_it(other_
     assert "is of architecture llama, expected glm-dsa" in preflight.problem_with(str(other_architecture))
     monkeypatch.setattr(preflight, "others_serve_gguf", lambda: True)
     assert preflight.problem_with(str(other_architecture)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "drafts"),
+    [
+        (['--speculative-config={"method": "mtp", "num_speculative_tokens": 1}'], True),
+        (["-sc", '{"method": "deepseek_mtp"}'], True),
+        (["--speculative_config", '{"method": "mtp"}'], True),
+        (["--speculative-config.method", "mtp"], True),
+        (["--spec-method", "mtp", "--spec-tokens", "1"], True),
+        (["--speculative-config", '{"method": "ngram"}'], False),
+        (["--speculative-config", '{"method": "mtp", "model": "org/draft"}'], False),
+        (["--spec-method", "mtp", "--spec-model=org/draft"], False),
+        (["--speculative-config", "{nonsense"], False),
+        (["--speculative-config", "[1]"], False),
+        ([], False),
+    ],
+)
+def test_mtp_needs_a_nextn_block(tiny, tmp_path, words, drafts):
+    from shim.gguf.tiny import write_tiny
+
+    without = write_tiny(tmp_path, name="no-nextn", parts=1, layers=1, nextn=0)
+    argv = ["vllm", "serve", "x.gguf", *words]
+    assert preflight.problem_with(str(tiny), argv) is None
+    said = preflight.problem_with(str(without), argv)
+    assert (said or "").startswith("no-nextn.gguf has no NextN block") is drafts
+    assert drafts or said is None

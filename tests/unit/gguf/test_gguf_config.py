@@ -182,6 +182,25 @@ def test_a_missing_key_is_named(name):
         hf_config(model(without(GLM_5, f"glm-dsa.{name}")))
 
 
+@pytest.mark.parametrize("value", ["x", -1, [1, 2], 1.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["attention.head_count", "expert_gating_func", "nextn_predict_layers", "vocab_size"])
+def test_a_value_of_another_kind_is_named(name, value):
+    with pytest.raises(GGUFProblem, match=rf"metadata key glm-dsa.{name} is .*, expected an integer; download it"):
+        hf_config(model({**GLM_5, f"glm-dsa.{name}": value}))
+
+
+def test_round_numbers_and_flags_may_be_integers():
+    config = hf_config(model({**GLM_5, "glm-dsa.rope.freq_base": 1000000, "glm-dsa.expert_weights_norm": 1}))
+    assert repr(config["rope_theta"]) == "1000000.0" and config["norm_topk_prob"] is True
+
+
+@pytest.mark.parametrize("value", [154880, -1, 1.5, "x", [1]])
+@pytest.mark.parametrize("name", ["eos", "eom", "padding", "bos"])
+def test_a_token_id_that_is_no_token(name, value):
+    with pytest.raises(GGUFProblem, match=rf"tokenizer.ggml.{name}_token_id is .*, expected one of 154880 tokens"):
+        hf_config(model({**GLM_5, f"tokenizer.ggml.{name}_token_id": value}))
+
+
 def test_vocab_size_comes_from_the_embedding_where_the_key_is_absent(make):
     from shim.gguf.files import open_model
 

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shim.gguf import files
-from shim.gguf.files import GGUFProblem, fingerprint, is_gguf, open_model
+from shim.gguf.files import GGUFProblem, WrongArchitecture, fingerprint, is_gguf, open_model
 from shim.gguf.tiny import write_gguf
+from shim.preflight import problem_with
 
 
 def problem(path: Path | str) -> str:
@@ -127,15 +128,23 @@ def test_empty_directory_and_absent_path(tmp_path):
 # --- missing, mixed, cut
 
 
-def test_every_missing_part_is_named_before_anything_is_parsed(make, monkeypatch):
+def test_every_missing_part_is_named_before_the_others_are_parsed(make, monkeypatch):
     path = make(parts=4)
     for number in (2, 4):
         path.with_name(f"small-0000{number}-of-00004.gguf").unlink()
-    monkeypatch.setattr(files, "HeaderReader", lambda path: pytest.fail("parsed a header"))
+    first = files.HeaderReader(path)
+    monkeypatch.setattr(files, "HeaderReader", lambda p: first if p == path else pytest.fail(f"parsed {p}"))
     line = problem(path)
     assert line.startswith("2 of 4 parts missing") and "download" in line
     assert "small-00002-of-00004.gguf, small-00004-of-00004.gguf" in line
     assert "00001" not in line and "00003" not in line
+
+
+def test_missing_parts_of_another_architecture_are_not_our_business(make):
+    path = make(parts=3, metadata={"general.architecture": "llama"})
+    path.with_name("small-00002-of-00003.gguf").unlink()
+    with pytest.raises(WrongArchitecture):
+        open_model(path)
 
 
 def test_one_missing_part_and_a_missing_first_part(make):
@@ -175,6 +184,20 @@ def test_cut_anywhere_is_a_problem_and_never_a_crash(cut_me, share):
     path, whole = cut_me
     path.write_bytes(whole[: int(len(whole) * share)])
     assert path.name in problem(path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(places=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=8)), min_size=1))
+def test_damage_anywhere_in_a_header_is_a_line_or_goes_unnoticed_and_never_a_crash(cut_me, places):
+    path, whole = cut_me
+    data = bytearray(whole)
+    end = len(whole) - 1024  # output_norm, the only tensor
+    for share, value in places:
+        at = 4 + int((end - 4) * share)
+        data[at : at + len(value)] = value
+    path.write_bytes(data)
+    line = problem_with(str(path))
+    assert line and "\n" not in line  # at the latest because most tensors are missing
 
 
 def test_not_a_gguf(tmp_path):

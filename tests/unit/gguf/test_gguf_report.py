@@ -79,3 +79,8 @@ def test_other_mixtures_are_fine(make, small_tensors):
 def test_tensor_parallel_sizes(tiny_model, make):
     assert report(tiny_model)["tensor_parallel"] == [1]  # experts are 256 wide, one block
     assert report(open_model(make(tensors={"output_norm.weight": None})))["tensor_parallel"] == []
+
+
+def test_a_corrupt_number_of_heads_does_not_make_it_count_for_ever(make):
+    answer = report(open_model(make(metadata={"glm-dsa.attention.head_count": 2**32 - 1})))
+    assert answer["tensor_parallel"] == [] and any("attn_q_b.weight has shape" in line for line in answer["problems"])

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +26,66 @@ TEXTS = [
     "\x00\x7f\u00a0\u3000\ufeff",
     "[gMASK]<sop><|user|>\nhi<|assistant|>\n<think>well</think>ok<|endoftext|>",
     "not special: <|user |> <think > [gMASK",
+    "Привет, мир! Ελληνικά עברית العربية हिन्दी ไทย",
+    "e\u0301 combining, Ⅷ roman, ½ fraction, ٣٤٥٦ digits, \U0001d7d8\U0001d7d9 doubled",
+    "👨\u200d👩\u200d👧\u200d👦 family 🏳\ufe0f\u200d🌈 flag ☃\ufe0f",
+    "DON'T don'T I'LL we'Ve 'S 'x ''s",
+    "a\u2028b\u0085c\u000bd \r \r\n x",
+    "<|user|><|user|>你好<|assistant|><think></think>\n好[MASK]<|observation|>🙂<tool_call>{}</tool_call>/nothink",
     "def f(x):\n    return {'a': [1, 2]}  # done\n",
 ]
 SPECIALS = [*tiny_tokenizer.SPECIAL, *tiny_tokenizer.TEXT_LIKE]
+
+
+class LlamaCpp:
+    """What llama.cpp does with these tables (its llama-vocab.cpp, for a glm4 BPE with special tokens parsed): special
+    tokens out of the text first, the longest first; the text cut by a pattern; a piece that is a token taken whole;
+    else the pair of the lowest rank, the leftmost of equals, merged again and again."""
+
+    CUT = regex.compile(
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+    def __init__(self, metadata):
+        tokens, kinds = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+        self.numbers = {token: number for number, token in enumerate(tokens)}
+        self.ranks = {tuple(pair.split(" ")): rank for rank, pair in enumerate(metadata["tokenizer.ggml.merges"])}
+        self.specials = sorted((t for t, k in zip(tokens, kinds, strict=True) if k in (3, 4)), key=len, reverse=True)
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
+        hidden = [byte for byte in range(256) if byte not in shown]
+        self.letters = dict(zip([*shown, *hidden], map(chr, [*shown, *range(256, 256 + len(hidden))]), strict=True))
+
+    def encode(self, text):
+        parts = [(text, False)]
+        for special in self.specials:
+            parts = [done for part in parts for done in self._without(special, *part)]
+        return [number for part, whole in parts for number in ([self.numbers[part]] if whole else self._plain(part))]
+
+    def _without(self, special, text, whole):
+        if whole:
+            return [(text, True)]
+        first, *others = [(piece, False) for piece in text.split(special)]
+        return [first, *(piece for other in others for piece in ((special, True), other))]
+
+    def _plain(self, text):
+        for piece in self.CUT.findall(text):
+            word = "".join(self.letters[byte] for byte in piece.encode())
+            yield from map(self.numbers.__getitem__, [word] if word in self.numbers else self._merged(list(word)))
+
+    def _merged(self, symbols):
+        never = len(self.ranks)
+        while len(symbols) > 1:
+            rank, at = min((self.ranks.get(pair, never), at) for at, pair in enumerate(pairwise(symbols)))
+            if rank == never:
+                break
+            symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+        return symbols
+
+
+@pytest.fixture(scope="module")
+def llama_cpp(tiny_model):
+    return LlamaCpp(tiny_model.metadata)
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +102,32 @@ def rebuilt(tiny_model, tmp_path_factory):
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
+@pytest.fixture(scope="module")
+def transformers_own(tiny_model, tmp_path_factory):
+    """As vLLM loads it."""
+    from transformers import AutoTokenizer
+
+    from shim.gguf.directory import hf_directory
+
+    return AutoTokenizer.from_pretrained(hf_directory(tiny_model, tmp_path_factory.mktemp("cache")))
+
+
 @pytest.mark.parametrize("text", TEXTS)
-def test_equal_to_the_trained_one_and_back_again(original, rebuilt, text):
+def test_equal_to_the_trained_one_to_llama_cpps_and_back_again(original, rebuilt, transformers_own, llama_cpp, text):
     ids = rebuilt.encode(text).ids
-    assert ids == original.encode(text).ids
+    assert ids == original.encode(text).ids == llama_cpp.encode(text) == transformers_own(text)["input_ids"]
+    assert transformers_own.decode(ids) == text
     assert rebuilt.decode(ids, skip_special_tokens=False) == text
 
 
 @settings(max_examples=100, deadline=None)
-@given(pieces=st.lists(st.one_of(st.text(max_size=12), st.sampled_from(SPECIALS)), max_size=6))
-def test_any_text_survives(original, rebuilt, pieces):
+@given(pieces=st.lists(st.one_of(st.text(max_size=12), st.sampled_from([*SPECIALS, *TEXTS])), max_size=6))
+def test_any_text_survives(original, rebuilt, llama_cpp, pieces):
     text = "".join(pieces)
     ids = rebuilt.encode(text).ids
     assert ids == original.encode(text).ids
+    # the one letter beyond ASCII that `(?i:'s)` takes and llama.cpp does not is the long s
+    assert "\u017f" in text or ids == llama_cpp.encode(text)
     assert rebuilt.decode(ids, skip_special_tokens=False) == text
 
 
@@ -131,6 +203,9 @@ def test_a_model_without_template_gets_no_file(make, tmp_path):
         ({"tokenizer.ggml.pre": None}, "cut by None"),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "512 tokens but 2 token types"),
+        ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens is no table of str"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges is no table of str"),
+        ({"tokenizer.ggml.merges": ["zq zx"]}, "the tokenizer's merges do not fit its tokens"),
     ],
 )
 def test_other_tokenizers_are_refused(make, tmp_path, keys, what):
