@@ -201,17 +201,23 @@ def test_a_workspace_serves_again():
 
 
 @pytest.mark.parametrize("sms", [84, 132, 170, 188])
-def test_plans(sms):
-    """Few long rows are shared, short or many are not; `variants` and `Workspace` cover whatever serving launches."""
-    assert tune.plan(1, 131_072, sms).parts == 32 and tune.plan(1, 1 << 20, sms).parts == tune.MAX_PARTS
+def test_few_long_rows_are_shared_and_short_or_many_are_not(sms):
+    assert tune.plan(1, 131_072, sms).parts == 16 and tune.plan(1, 1 << 20, sms).parts == tune.MAX_PARTS
     assert tune.plan(4096, 65_536, sms).parts == tune.plan(1, tune.CAPACITY, sms).parts == 1
-    found = {(p.config, p.parts > 1) for _, _, p in launch.variants(512, 1 << 20, sms)}
-    workspace = launch.Workspace(512, 1 << 20, "meta", sms)
-    for rows in (1, 8, 64, 100, 512):
-        for columns in (1, 8192, 8193, 70_000, 140_000, 1 << 20):
-            plan = tune.plan(rows, columns, sms)
-            assert (plan.config, plan.parts > 1) in found
-            workspace.check(plan, rows, torch.device("meta"))
+
+
+@pytest.mark.parametrize(("most_rows", "most_columns"), [(8, 20_480), (64, 20_480), (64, 8192), (512, 1 << 20)])
+def test_warm_up_and_workspace_cover_whatever_serving_launches(most_rows, most_columns):
+    """Also for a small server, all of whose rows are shared but the short ones."""
+    for sms in (84, 132, 170, 188):
+        warm = {(plan.config, plan.parts > 1) for _, _, plan in launch.variants(most_rows, most_columns, sms)}
+        workspace = launch.Workspace(most_rows, most_columns, "meta", sms)
+        for rows in {1, 2, 8, most_rows // 2, most_rows}:
+            for columns in (1, 512, 8192, 8193, 20_000, 65_537, 131_073, 262_145, 1 << 20):
+                if columns <= most_columns:
+                    plan = tune.plan(rows, columns, sms)
+                    assert (plan.config, plan.parts > 1) in warm, (rows, columns, sms)
+                    workspace.check(plan, rows, torch.device("meta"))
 
 
 @needs_gpu

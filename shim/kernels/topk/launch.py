@@ -127,8 +127,9 @@ def options(config: tune.Config) -> dict[str, Any]:
 
 
 def _plans(max_rows: int, max_columns: int, sms: int) -> Iterator[tuple[int, int, tune.Plan]]:
-    """(rows, columns, plan) of all row counts, for the widest call of each sample size."""
-    widths = sorted({min(32 * sample, max_columns) for sample in tune.SAMPLES[:-1]} | {max_columns})
+    """(rows, columns, plan) of all row counts, for the widest call of each sample size and the widest unsampled one."""
+    widest = [tune.CAPACITY, *(32 * sample for sample in tune.SAMPLES[:-1]), max_columns]
+    widths = sorted({min(columns, max_columns) for columns in widest})
     for columns in widths:
         for rows in range(1, max_rows + 1):
             yield rows, columns, tune.plan(rows, columns, sms)
