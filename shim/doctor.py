@@ -131,6 +131,23 @@ def check_gpu() -> Finding:
     return Finding("warning", said, f"glm5-shim selftest runs the kernels here; {HANG}")
 
 
+def check_gguf() -> Finding:
+    """Do GGUF weights stay quantised on a GPU?"""
+    import torch
+
+    from shim.preflight import others_serve_gguf
+
+    if others_serve_gguf():
+        return Finding("ok", "this vLLM has GGUF layers: weights stay quantised on a GPU")
+    if not torch.cuda.is_available():
+        return Finding("skipped", "no NVIDIA GPU is visible: weights are dequantised, as demo and tests have them")
+    return Finding(
+        "warning",
+        "this vLLM has no GGUF layers: weights are dequantised to 16 bits, four times the size of a 4-bit file",
+        "pip install 'vllm-gguf-plugin>=0.0.5'",
+    )
+
+
 def check_compiler() -> Finding:
     """Is there a C++ compiler for torch.compile? Without one vLLM's CPU sampler dies at the first request."""
     if shutil.which("g++") or shutil.which("clang++"):
@@ -155,6 +172,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "compiler": check_compiler,
     "bytecode": check_bytecode,
     "gpu": check_gpu,
+    "gguf": check_gguf,
     "child": check_child,
 }
 

@@ -65,7 +65,7 @@ def assumed_capability() -> tuple[int, int] | None:
     if not text:
         return None
     major, dot, minor = text.partition(".")
-    if not (dot and major.isdigit() and minor.isdigit()):
+    if not (dot and major.isdecimal() and minor.isdecimal()):
         raise EnvProblem(f"GLM5_SHIM_ASSUME_CAPABILITY is {text!r}; expected major.minor, for example 12.0")
     return int(major), int(minor)
 
@@ -80,6 +80,6 @@ def indexer() -> str:
 
 def _directory(name: str, xdg: str, fallback: str) -> Path:
     if os.environ.get(name):
-        return Path(os.environ[name]).expanduser()
+        return Path(os.path.expanduser(os.environ[name]))
     base = os.environ.get(xdg) or os.path.join(os.path.expanduser("~"), fallback)
     return Path(base) / "glm5-shim"

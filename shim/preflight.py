@@ -25,14 +25,17 @@ def check_command_line(argv: list[str]) -> None:
 
 
 def gguf_argument(argv: list[str]) -> str | None:
-    """The GGUF that a `vllm` command line serves, or None: what follows `serve`, or the value of `--model`.
+    """The GGUF that a `vllm` command line serves, or None: what `serve` is given, or the value of `--model`.
 
     Anything less certain, and a path in a directory that does not exist (a repository's, perhaps), is left to vLLM.
     """
     if any(os.path.basename(word) == "vllm" for word in argv[:3]):
         if "serve" not in argv[:4]:
             return None  # a client, a benchmark
-        candidates = argv[argv.index("serve") + 1 :][:1]
+        words = argv[argv.index("serve") + 1 :]
+        candidates = words[:1]
+        # behind options: what follows a value is no value, but for options that take several
+        candidates += [word for before, word in itertools.pairwise(words) if _closed(before) and os.path.exists(word)]
     elif any(word.startswith("vllm.entrypoints.") for word in argv[:4]):
         candidates = []
     else:
@@ -40,6 +43,11 @@ def gguf_argument(argv: list[str]) -> str | None:
     candidates += [after for word, after in itertools.pairwise(argv) if word == "--model"]
     candidates += [word.partition("=")[2] for word in argv if word.startswith("--model=")]
     return next((c for c in candidates if names_gguf(c) and Path(c).parent.is_dir()), None)
+
+
+def _closed(word: str) -> bool:
+    """Does `word` leave no option waiting for its value?"""
+    return not word.startswith("-") or "=" in word
 
 
 def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:

@@ -106,3 +106,15 @@ def test_what_is_said_of_a_gpu(monkeypatch, capability, assumed, status, said):
     finding = doctor.check_gpu()
     assert finding.status == status
     assert said in finding.why
+
+
+@pytest.mark.parametrize(
+    ("layers", "gpu", "status"),
+    [(True, True, "ok"), (True, False, "ok"), (False, True, "warning"), (False, False, "skipped")],
+)
+def test_what_is_said_of_gguf_layers(monkeypatch, layers, gpu, status):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("shim.preflight.others_serve_gguf", lambda: layers)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    found = doctor.check_gguf()
+    assert found.status == status and ("vllm-gguf-plugin" in found.mend) is (status == "warning")

@@ -30,6 +30,17 @@ def test_vllm_on_a_gguf(argv, gguf):
 
 
 @pytest.mark.parametrize(
+    "options", ["--port 8123", "--port=8123", "--enforce-eager --port 8123", "--enforce-eager --a=b"]
+)
+def test_a_gguf_behind_options(options, tiny):
+    assert preflight.gguf_argument(f"/v/bin/vllm serve {options} {tiny}".split()) == str(tiny)
+
+
+def test_what_may_be_an_options_value_is_left_to_vllm(tiny):
+    assert preflight.gguf_argument(f"/v/bin/vllm serve --tokenizer {tiny} org/model".split()) is None
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         "python convert.py {}",
