@@ -6,17 +6,12 @@ No forward pass: that takes the wheel's kernels. Each layer is asked for its pro
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from wheels import some
+from wheels import gguf_plugin, some
 
-CACHE = Path(__file__).parents[2] / ".cache" / "wheels"
-PLUGIN = "vllm-gguf-plugin==0.0.5"
 WHEELS = some("0.23.0", "0.33.0", more=("0.16.0", "0.26.0"))
 IN_TREE = ("0.16.0", "0.23.0")
 SKIP = "cpu_packaging,cpu_linear"
@@ -130,15 +125,7 @@ say({"methods": {m: len(n) for m, n in methods.items()}, "wrong": wrong, "expert
 
 @pytest.fixture(scope="session")
 def plugin() -> Path:
-    place = CACHE / PLUGIN
-    if not (place / "vllm_gguf_plugin").is_dir():
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(place), PLUGIN]
-        subprocess.run(command, check=True, capture_output=True)
-        (wheel,) = place.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(place, [n for n in archive.namelist() if not n.endswith(".so")])
-        wheel.unlink()
-    return place
+    return gguf_plugin()
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,12 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "wheels"
+PLUGIN = "vllm-gguf-plugin==0.0.5"
 OLDEST = (0, 16, 0)
 
 _PRELUDE = """
@@ -52,17 +54,26 @@ def as_tuple(version: str) -> tuple[int, ...]:
 
 def sources(version: str) -> Path:
     """The .py files of the released wheel vllm==version, fetched by pip once."""
-    place = CACHE / version
-    if not (place / "vllm").is_dir():
-        fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-        for tag in ("2_35", "2_31", "2_28", "2_24"):
-            fetch += ["--platform", f"manylinux_{tag}_x86_64"]
+    options = ["--only-binary=:all:"]
+    for tag in ("2_35", "2_31", "2_28", "2_24"):
+        options += ["--platform", f"manylinux_{tag}_x86_64"]
+    return _unpacked(CACHE / version, f"vllm=={version}", "vllm", options, lambda name: name.endswith(".py"))
+
+
+def gguf_plugin() -> Path:
+    """vllm-gguf-plugin without its CUDA library, fetched by pip once."""
+    return _unpacked(CACHE / PLUGIN, PLUGIN, "vllm_gguf_plugin", [], lambda name: not name.endswith(".so"))
+
+
+def _unpacked(place: Path, wheel: str, package: str, options: list[str], wanted: Callable[[str], bool]) -> Path:
+    if not (place / package).is_dir():
         place.mkdir(parents=True, exist_ok=True)
-        subprocess.run([*fetch, "-d", str(place), f"vllm=={version}"], check=True, capture_output=True)
-        (wheel,) = place.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(place, [n for n in archive.namelist() if n.endswith(".py")])
-        wheel.unlink()
+        fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, "-d", str(place), wheel]
+        subprocess.run(fetch, check=True, capture_output=True)
+        (file,) = place.glob("*.whl")
+        with zipfile.ZipFile(file) as archive:
+            archive.extractall(place, [n for n in archive.namelist() if wanted(n)])
+        file.unlink()
     return place
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from child_env import ROOT, ledgers, server_env
+from wheels import gguf_plugin
 
 HERE = Path(__file__).parent
-CACHE = ROOT / ".cache" / "wheels"
-PLUGIN = "vllm-gguf-plugin==0.0.5"
 
 
 @pytest.fixture(scope="session")
@@ -27,15 +25,7 @@ def plugin() -> tuple[Path, ...]:
     kernels = HERE / "plugin_on_cpu"
     if find_spec("vllm_gguf_plugin"):
         return (kernels,)
-    place = CACHE / PLUGIN
-    if not (place / "vllm_gguf_plugin").is_dir():
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(place), PLUGIN]
-        subprocess.run(command, check=True, capture_output=True)
-        (wheel,) = place.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(place, [n for n in archive.namelist() if not n.endswith(".so")])
-        wheel.unlink()
-    return kernels, place
+    return kernels, gguf_plugin()
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,8 @@
-"""Without a GPU, `test_sparse_mla_kernel.py` runs under Triton's interpreter, in a process of its own: the choice must
-be made before anything imports Triton, and must not be made for the rest of the tests."""
+"""`test_sparse_mla_kernel.py` without a GPU; a file of its own, so that two of these run at a time."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-FILE = Path(__file__).with_name("test_sparse_mla_kernel.py")
+import interpreted
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU itself")
+@interpreted.without_gpu
 def test_kernel_under_the_interpreter():
-    pytest.importorskip("triton")
-    options = ["-o", "addopts=--import-mode=importlib", "--durations=5", "-W", "ignore"]
-    command = [sys.executable, "-m", "pytest", *options, str(FILE)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= 30, done.stdout  # all but those that need a GPU
+    interpreted.run("test_sparse_mla_kernel.py")
