@@ -224,9 +224,10 @@ def judge(runs: dict[str, Any]) -> int:
                     gate(what, value, 2 * floor)
                 else:
                     print(f"     {what}: {value:.3g} (one native backend: no floor)")
-    if {"native2", "native fp8"} <= set(runs):
+    bf16 = "native2" if "native2" in runs else "native"
+    if {bf16, "native fp8"} <= set(runs):
         for name in (n for n in ("ours fp8", "shim fp8") if n in runs):
-            spread = between("native2", "native fp8", LENGTHS[3])
+            spread = between(bf16, "native fp8", LENGTHS[3])
             gate(f"{LENGTHS[3]} tokens, {name} against native fp8", between("native fp8", name, LENGTHS[3]), spread)
     for name in (n for n in ("ours", "shim") if n in runs):
         chosen = f"Using {OURS} attention backend" in runs[name]["log"]

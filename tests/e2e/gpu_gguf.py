@@ -1,7 +1,7 @@
 """On a GPU: a GLM-5 GGUF served with its weights quantised, against answers computed elsewhere.
 
     python tests/e2e/gpu_gguf.py --oracle DIR [--jobs ours64,ours2048,native2048] [--dtype bfloat16] [--tokens 64]
-    python tests/e2e/gpu_gguf.py --oracle DIR --mtp
+    python tests/e2e/gpu_gguf.py --mtp
     python tests/e2e/gpu_gguf.py --big [--gigabytes 10] [--tp 1]
 
 Every engine runs in a child process, through the shim. DIR holds `*-00001-of-*.gguf`, tokens300.json, hf_deq_mix.npz
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +168,21 @@ def oracle(place: Path, directory: Path, jobs: list[str], dtype: str, tokens: in
             verdict.say(f"{job} {dtype}: KL {distance:.3f} from dense (within {apart})", apart[0] < distance < apart[1])
 
 
-def mtp(place: Path, directory: Path, dtype: str, ours: bool, verdict: Verdict) -> None:
+def mtp(place: Path, dtype: str, ours: bool, verdict: Verdict) -> None:
     """Up to the top-k of 64 tokens, so that all are attended to; one request at a time."""
-    model, prompt = oracle_model(directory)
-    prompts = [prompt[:n] for n in (8, 14, 21, 24)]
+    from mtp_model import SHAPE, predictable
+
+    from shim.gguf.tiny import tiny_metadata, write_gguf
+
+    model = write_gguf(place / "predictable", "mtp", tiny_metadata(SHAPE, "mtp"), predictable())
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(5, 900, n).tolist() for n in (8, 14, 21, 24)]
     engine = {"dtype": dtype, "max_model_len": 512, "max_num_batched_tokens": 64, "max_num_seqs": 1}
     more = {"prompts": prompts, "greedy": 40}
-    plain = run(place, "plain", model, ours, more, **engine)
-    drafted = run(place, "mtp", model, ours, more, speculative_config=MTP, **engine)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, place, "plain", model, ours, more, **engine)
+        drafted = run(place, "mtp", model, ours, more, speculative_config=MTP, **engine)
+        plain = first.result()
     if plain is None or drafted is None:
         verdict.say("both engines came up", False)
         return
@@ -237,7 +245,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(os.environ.get("OUT_DIR", scratch))
         if arguments.mtp:
-            mtp(place, arguments.oracle, arguments.dtype, not arguments.native, verdict)
+            mtp(place, arguments.dtype, not arguments.native, verdict)
         elif arguments.big:
             big(Path(scratch), arguments.gigabytes, arguments.tp, not arguments.native, verdict)
         else:

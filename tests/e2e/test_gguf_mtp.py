@@ -1,9 +1,5 @@
 """Speculative decoding by the NextN block of the same file: tokens are drafted, accepted and refused, and the answer is
-that of the model without it.
-
-The model is made so that its own block can guess it: small layers, so that the next token depends on the last one above
-all, and a NextN block that passes the last token's embedding on to the shared head.
-"""
+that of the model without it."""
 
 from __future__ import annotations
 
@@ -11,29 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as Type
 from hf_reference import greedy
+from mtp_model import SHAPE, predictable
 
-from shim.gguf.tiny import Shape, Tensors, tiny_metadata, tiny_tensors, write_gguf
+from shim.gguf.tiny import tiny_metadata, write_gguf
 
 pytest_plugins = ("gguf_plugin",)
-SHAPE = Shape(layers=2)
-DRAFT = f"blk.{SHAPE.layers}."
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 NEW = 32
 LENGTHS = (8, 14, 21, 24)  # with NEW tokens below the top-k of 64: every token is attended to
-
-
-def predictable() -> Tensors:
-    tensors = tiny_tensors(SHAPE, 5, "ud")
-    for name, (values, kind) in tensors.items():
-        if any(part in name for part in ("attn_output", "ffn_down")):
-            tensors[name] = (values * np.float32(0.02 if name.startswith(DRAFT) else 0.3), kind)
-    identity = np.eye(SHAPE.hidden, 2 * SHAPE.hidden, dtype=np.float32)  # the embedding comes first, then hidden states
-    tensors[f"{DRAFT}nextn.eh_proj.weight"] = (identity, Type.Q8_0)
-    tensors[f"{DRAFT}nextn.enorm.weight"] = (np.ones(SHAPE.hidden, dtype=np.float32), Type.F32)
-    tensors[f"{DRAFT}nextn.shared_head_norm.weight"] = tensors["output_norm.weight"]
-    return tensors
 
 
 @pytest.fixture(scope="module")
