@@ -27,6 +27,7 @@ import torch
 import triton
 
 from shim.kernels.sparse_mla import kernel, launch, native, reference, tune
+from shim.kernels.sparse_mla.overlap import overlapping_sets
 
 COLUMNS, PAGE, ROWS, SCALE = 2048, 64, 262_144, 576**-0.5
 SETS, REPEATS = 4, 24
@@ -34,9 +35,10 @@ Run = Callable[[], Any]
 
 
 class Case:
-    """Random queries and indices over one request of `ROWS` rows, whose blocks are shuffled."""
+    """Random queries and indices over one request of `ROWS` rows, whose blocks are shuffled. `keep`: indices of
+    neighbouring tokens share as much (`overlap.py`); None: uniformly random ones."""
 
-    def __init__(self, tokens: int, heads: int, kv: str, seed: int = 0) -> None:
+    def __init__(self, tokens: int, heads: int, kv: str, seed: int = 0, keep: float | None = None) -> None:
         self.tokens, self.heads, self.kv = tokens, heads, kv
         g = torch.Generator("cuda").manual_seed(seed)
         rows = torch.randn(ROWS, 576, generator=g, device="cuda", dtype=torch.bfloat16)
@@ -47,7 +49,11 @@ class Case:
         self.seq_lens = torch.tensor([ROWS], dtype=torch.int32, device="cuda")
         shape = (SETS, tokens, heads, 576)
         self.q = torch.randn(shape, generator=g, device="cuda", dtype=torch.bfloat16)
-        self.topk = torch.randint(ROWS, (SETS, tokens, COLUMNS), generator=g, device="cuda", dtype=torch.int32)
+        if keep is None:
+            self.topk = torch.randint(ROWS, (SETS, tokens, COLUMNS), generator=g, device="cuda", dtype=torch.int32)
+        else:
+            some = SETS if tokens <= 64 else 1  # more would not fit into L2 anyway, and take seconds
+            self.topk = overlapping_sets(some, tokens, COLUMNS, ROWS, keep, seed).to("cuda").repeat(SETS // some, 1, 1)
         self.slots = (self.table[0, (self.topk // PAGE).long()] * PAGE + self.topk % PAGE).int()
         self.out = torch.empty(tokens, heads, 512, dtype=torch.bfloat16, device="cuda")
         self.lse = torch.empty(tokens, heads, device="cuda")
@@ -112,13 +118,13 @@ def time_us(runs: list[Run], graph: bool = True) -> float:
     return float(statistics.median(times[3:]))
 
 
-def compare(tokens: int, heads: int, kv: str) -> dict[str, Any]:
+def compare(tokens: int, heads: int, kv: str, keep: float | None = None) -> dict[str, Any]:
     """One line of the table: ours, each native kernel that takes this case, and the gather alone."""
-    case = Case(tokens, heads, kv)
+    case = Case(tokens, heads, kv, keep=keep)
     sms = launch.sm_count(case.q.device)
     plan = tune.configuration(tokens, heads, case.cache.dtype, sms)
     workspace = launch.Workspace(max(tokens, 1), heads, case.cache.dtype, "cuda")
-    row: dict[str, Any] = {"tokens": tokens, "heads": heads, "kv": kv, "plan": str(plan)}
+    row: dict[str, Any] = {"tokens": tokens, "heads": heads, "kv": kv, "keep": keep, "plan": str(plan)}
     runs = case.ours(workspace=workspace)
     case.out.fill_(torch.nan)
     runs[0]()

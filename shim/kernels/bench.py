@@ -1,0 +1,364 @@
+"""Measures every kernel on this GPU, beside the native one of the installed vLLM, and writes one JSON file and a plot.
+
+    python -m shim.kernels.bench [--quick] [--only KERNEL ...] [--out glm5-shim-bench.json]
+    python -m shim.kernels.bench --plot glm5-shim-bench.json      # draws again, measures nothing
+
+Times are what the folders' own benches measure: medians of CUDA-event pairs around replays of captured graphs, L2
+written over before each (top-k: inputs in turn); both kernels in one run on the same inputs, every answer of ours is
+checked. A native kernel that is missing or fails is told in its record, and so is a case of ours that fails. The file
+is written after every case.
+
+{"schema", "created", "machine": {..}, "ceilings": {..}, "model_card": {..}, "records": [..], "problems": [..]}
+`ceilings` are measured: a copy, a plain gather of cache rows, dense matrix products of torch. A record is `Record`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import shim
+from shim.kernels import model
+
+SCHEMA = 1
+PLOT_HINT = "no plot: pip install 'glm5-shim[bench]' (matplotlib), then python -m shim.kernels.bench --plot {}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One case. Times in us, None where there is none."""
+
+    kernel: str
+    heads: int | None
+    tokens: int  # queries, requests or rows
+    keys: int
+    dtype: str
+    inputs: str
+    keep: float | None  # share of its neighbour's index set that a token has too
+    ours_us: float | None
+    native_us: float | None  # the fastest of `natives`
+    native: str | None
+    natives: dict[str, float]
+    missing: dict[str, str]  # native kernels that did not run, and why
+    times_native: float | None  # ours_us / native_us
+    error: float | None  # of ours, relative to float64; top-k: share of rows that are not exact
+    bytes: float  # counted: `model.Work`
+    flops: float
+    ceiling_us: float | None  # what the bytes or the FLOPs take at this card's measured ceiling
+    ceiling: str | None  # gather | copy | mma
+    of_ceiling: float | None  # ceiling_us / ours_us; above 1 where rows are shared or come from L2
+    configuration: str | None  # from tune.py, on this card
+    problem: str | None
+    floor_us: float  # these: of an RTX PRO 6000, by `model`, not measured
+    predicted_us: float
+    predicted_bound: str
+    predicted_configuration: str
+    occupancy: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a folder's bench found out about one case."""
+
+    ours_us: float
+    natives: dict[str, float]
+    missing: dict[str, str]
+    error: float
+    configuration: str
+    gather_us: float | None = None
+
+
+def _sparse_mla(work: model.Work) -> Measured:
+    from shim.kernels.sparse_mla import bench, native
+
+    assert work.heads is not None
+    row = bench.compare(work.tokens, work.heads, work.dtype, work.keep)
+    natives = {name: row[f"{name}_us"] for name in native.KERNELS if f"{name}_us" in row}
+    missing = {name: row[name] for name in native.KERNELS if name in row}
+    return Measured(row["ours_us"], natives, missing, row["error"], row["plan"], row["gather_us"])
+
+
+def _indexer(work: model.Work) -> Measured:
+    import torch
+
+    from shim.kernels.indexer import bench, tune
+
+    assert work.heads is not None
+    capability = torch.cuda.get_device_capability()
+    case: bench.Case
+    if work.kernel == "indexer_prefill":
+        case = bench.PrefillCase(work.tokens, work.keys, work.heads, work.inputs == "causal")
+        configuration = str(tune.prefill(work.heads, capability))
+    else:
+        case = bench.PagedCase(work.tokens, work.keys, 1, work.heads)
+        configuration = str(tune.paged(capability))
+    row = bench.compare(case)
+    natives = {"deep_gemm": row["native_us"]} if "native_us" in row else {}
+    missing = {} if natives else {"deep_gemm": row.get("native", "no vLLM, or it has no DeepGEMM")}
+    return Measured(row["ours_us"], natives, missing, row["error"], configuration)
+
+
+def _topk(work: model.Work) -> Measured:
+    import torch
+
+    from shim.kernels.topk import bench, launch, tune
+
+    row = bench.compare(work.tokens, work.keys, work.inputs)
+    if row["ours_exact"] < 1:
+        raise ValueError(f"only {row['ours_exact']:.0%} of the rows are exact")
+    natives = {name: row[f"{name}_us"] for name in bench.NATIVE if f"{name}_us" in row}
+    missing = {name: row[name] for name in bench.NATIVE if name in row}
+    plan = tune.plan(work.tokens, work.keys, launch.sm_count(torch.device("cuda")))
+    return Measured(row["ours_us"], natives, missing, 1 - row["ours_exact"], str(plan))
+
+
+_BY_KERNEL = {"sparse_mla": _sparse_mla, "indexer_prefill": _indexer, "indexer_paged": _indexer, "topk": _topk}
+
+
+def measure(work: model.Work) -> Measured:
+    import torch
+
+    torch.cuda.empty_cache()
+    return _BY_KERNEL[work.kernel](work)
+
+
+def record(work: model.Work, prediction: dict[str, Any], got: Measured | Exception, ceilings: dict[str, Any]) -> Record:
+    """`ceilings`: "copy_gb_s", and "mma_tflop_s" by type, None where it could not be measured."""
+    failed = isinstance(got, Exception)
+    found = None if isinstance(got, Exception) else got
+    native = min(found.natives, key=found.natives.__getitem__, default=None) if found else None
+    native_us = found.natives[native] if found and native else None
+    limits: dict[str, float] = {}
+    if found and found.gather_us:
+        limits["gather"] = found.gather_us
+    elif ceilings.get("copy_gb_s"):
+        limits["copy"] = work.bytes / ceilings["copy_gb_s"] / 1e3
+    rate = (ceilings.get("mma_tflop_s") or {}).get(work.mma)
+    if rate:
+        limits["mma"] = work.flops / rate / 1e6
+    ceiling = max(limits, key=limits.__getitem__, default=None)
+    ceiling_us = limits[ceiling] if ceiling else None
+    return Record(
+        kernel=work.kernel, heads=work.heads, tokens=work.tokens, keys=work.keys, dtype=work.dtype,
+        inputs=work.inputs, keep=work.keep,
+        ours_us=found.ours_us if found else None, native_us=native_us, native=native,
+        natives=found.natives if found else {}, missing=found.missing if found else {},
+        times_native=found.ours_us / native_us if found and native_us else None,
+        error=found.error if found else None, bytes=work.bytes, flops=work.flops,
+        ceiling_us=ceiling_us, ceiling=ceiling,
+        of_ceiling=ceiling_us / found.ours_us if found and ceiling_us else None,
+        configuration=found.configuration if found else None,
+        problem=f"{type(got).__name__}: {got}".splitlines()[0][:200] if failed else None,
+        floor_us=prediction["floor_us"], predicted_us=prediction["predicted_us"],
+        predicted_bound=prediction["bound"], predicted_configuration=prediction["configuration"],
+        occupancy=prediction["occupancy"],
+    )  # fmt: skip
+
+
+def run(
+    works: list[model.Work],
+    predictions: list[dict[str, Any]],
+    document: dict[str, Any],
+    measure: Callable[[model.Work], Measured],
+    done: Callable[[], None],
+) -> None:
+    """Measures `works`, and adds a record of each to the document. `done` is called after each."""
+    for work, prediction in zip(works, predictions, strict=True):
+        got: Measured | Exception
+        try:
+            got = measure(work)
+        except Exception as problem:  # told in the record; the next case may do
+            got = problem
+        row = record(work, prediction, got, document["ceilings"])
+        document["records"].append(asdict(row))
+        if isinstance(got, Measured) and got.gather_us and work.keep is None:
+            gathered = work.tokens * model.TOPK * model.ROW_BYTES[work.dtype] / got.gather_us / 1e3
+            best: dict[str, float] = document["ceilings"].setdefault("gather_gb_s", {})
+            best[work.dtype] = round(max(best.get(work.dtype, 0.0), gathered), 1)
+        print(line(row), flush=True)
+        done()
+
+
+def line(row: Record) -> str:
+    where = f"{row.kernel:<16}{row.heads or '-':>3} {row.dtype:<4} {row.tokens:>5} x {row.keys:>7} {row.inputs:<10}"
+    if row.ours_us is None:
+        return f"{where} {row.problem}"
+    native = f"{row.native_us:9.1f} {row.native}, {row.times_native:.2f}" if row.native_us else f"{'-':>9}"
+    share = f"{row.of_ceiling:.2f} of {row.ceiling}" if row.of_ceiling else "-"
+    return f"{where}{row.ours_us:9.1f} us  {share:<15} native {native}"
+
+
+def ceilings() -> tuple[dict[str, Any], list[str]]:
+    """What this card does at best: a copy of 1 GiB, and dense products of 8,192^3 by torch; and what went wrong."""
+    import torch
+
+    from shim.kernels.sparse_mla.bench import time_us
+
+    found: dict[str, Any] = {"copy_gb_s": None, "mma_tflop_s": {"bf16": None, "fp8": None}}
+    problems = []
+    n = 8192
+
+    def copy() -> None:
+        a, b = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda")
+        found["copy_gb_s"] = round(2 * a.numel() / time_us([lambda: b.copy_(a)]) / 1e3, 1)
+
+    def bf16() -> None:
+        a, b = torch.randn(2, n, n, dtype=torch.bfloat16, device="cuda")
+        found["mma_tflop_s"]["bf16"] = round(2 * n**3 / time_us([lambda: a @ b]) / 1e6, 1)
+
+    def fp8() -> None:
+        a, b = torch.randn(2, n, n, device="cuda").to(torch.float8_e4m3fn)
+        one = torch.ones((), device="cuda")
+        product = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)  # noqa: E731
+        found["mma_tflop_s"]["fp8"] = round(2 * n**3 / time_us([product]) / 1e6, 1)
+
+    for what in (copy, bf16, fp8):
+        try:
+            what()
+        except Exception as problem:
+            problems.append(f"ceiling {what.__name__} unknown: {type(problem).__name__}: {problem}".splitlines()[0])
+    return found, problems
+
+
+def machine() -> dict[str, Any]:
+    import torch
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "card": properties.name, "capability": f"{properties.major}.{properties.minor}",
+        "sms": properties.multi_processor_count, "memory_bytes": properties.total_memory, "driver": driver(),
+        "cuda": torch.version.cuda, "torch": torch.__version__, "triton": triton.__version__,
+        "vllm": version("vllm"), "shim": shim.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def refusal() -> str | None:
+    """Why nothing can be measured here."""
+    try:
+        import torch
+    except ImportError as problem:
+        return f"nothing to measure: {problem}"
+    if not torch.cuda.is_available():
+        return "no CUDA GPU here, so nothing to measure (python -m shim.kernels.model needs none)"
+    if os.environ.get("TRITON_INTERPRET"):
+        return "TRITON_INTERPRET is set: unset it to measure kernels"
+    return None
+
+
+def without_natives() -> str | None:
+    """Why there is no native kernel to compare with; else they are registered with torch."""
+    try:
+        importlib.import_module("vllm._custom_ops")
+    except Exception as problem:
+        return f"no native kernels to compare with: {type(problem).__name__}: {problem}".splitlines()[0]
+    return None
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """A panel for each kernel, heads and cache: us against tokens, ours solid, the fastest native dashed. ImportError
+    without matplotlib."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in document["records"]:
+        if row["ours_us"] is None:
+            continue
+        mla = row["kernel"] == "sparse_mla"
+        panel = f"sparse_mla, {row['heads']} heads, {row['dtype']}" if mla else row["kernel"]
+        label = row["inputs"] if mla else f"{row['keys']:,} keys, {row['inputs']}"
+        panels.setdefault(panel, {}).setdefault(label, []).append(row)
+    columns = max(1, min(3, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure = Figure(figsize=(6 * columns, 4.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (panel, lines) in zip(axes, panels.items(), strict=False):
+        for label, points in lines.items():
+            points = sorted(points, key=lambda row: row["tokens"])
+            (drawn,) = axis.plot([r["tokens"] for r in points], [r["ours_us"] for r in points], "o-", label=label)
+            natives = [(r["tokens"], r["native_us"]) for r in points if r["native_us"] is not None]
+            if natives:
+                axis.plot(*zip(*natives, strict=True), "s--", color=drawn.get_color(), alpha=0.6)
+        axis.set(xscale="log", yscale="log", title=panel, xlabel="tokens", ylabel="us")
+        axis.grid(True, which="both", alpha=0.2)
+        axis.legend(fontsize="x-small")
+    what = document["machine"]
+    figure.suptitle(f"{what['card']}, vLLM {what['vllm']}, Triton {what['triton']}: ours solid, fastest native dashed")
+    figure.savefig(path, dpi=110)
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """The plot beside `path`, or one line that says how to get it."""
+    picture = path.with_suffix(".png")
+    try:
+        plot(document, picture)
+    except ImportError:
+        print(PLOT_HINT.format(path))
+    else:
+        print(f"wrote {picture}")
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("glm5-shim-bench.json"))
+    parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument("--only", nargs="+", choices=sorted(_BY_KERNEL), default=sorted(_BY_KERNEL))
+    parser.add_argument("--no-compile", action="store_true", help="predictions without occupancy, a minute less")
+    parser.add_argument("--plot", type=Path, metavar="JSON", help="draw this file again")
+    args = parser.parse_args(None if arguments is None else list(arguments))
+    if args.plot:
+        draw(json.loads(args.plot.read_text()), args.plot)
+        return 0
+    if why := refusal():
+        print(why, file=sys.stderr)
+        return 1
+    works = [work for work in model.cases(args.quick) if work.kernel in args.only]
+    predicted, problems = model.predictions(works, not args.no_compile)
+    problems += [why for why in [without_natives()] if why]
+    measured, more = ceilings()
+    document: dict[str, Any] = {
+        "schema": SCHEMA, "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine(),
+        "ceilings": measured, "model_card": asdict(model.RTX_PRO_6000), "records": [], "problems": problems + more,
+    }  # fmt: skip
+    for text in (json.dumps(document["machine"]), json.dumps(measured), *document["problems"]):
+        print(text, flush=True)
+    run(works, predicted, document, measure, lambda: write(document, args.out))
+    print(f"wrote {args.out}: {len(document['records'])} cases")
+    draw(document, args.out)
+    return 0 if all(row["problem"] is None for row in document["records"]) else 1
+
+
+def write(document: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
