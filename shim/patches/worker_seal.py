@@ -4,16 +4,20 @@ Why:    a worker that was started without the shim (PYTHONPATH lost on the way) 
         graphs of a shimmed run must not be reused by a plain one.
 How:    for GLM-5 the engine config carries a seal, a string with the shim's version and patch set, in
         `additional_config`, which vLLM hashes into its compile-cache key and pickles to each engine core and worker.
-        Unpickling the seal calls `unseal`, which raises where the shim is not on, or not the same one.
+        Unpickling the seal calls `unseal`, which raises where the shim is not on, or not the same one. Only Ray's
+        workers are switched on by it, with the driver's variables: vLLM's executors give them the config before they
+        load plugins (RayWorkerWrapper), one of them before it gives them variables (RayWorkerProc, 0.20 and later).
 Delete: never; it is the shim's own safety.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from types import ModuleType
 from typing import Any
 
-from shim import ledger, upstream
+from shim import env, ledger, upstream
 from shim.latch import ShimError
 from shim.patch import Patch, Verdict
 
@@ -25,14 +29,22 @@ KEY = "glm5_shim"
 class Seal(str):
     """`Engine.seal` as plain data that checks itself when it arrives in another process."""
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return unseal, (str(self),)
+    def __reduce__(self) -> tuple[Any, tuple[str, dict[str, str]]]:
+        names = (variable.name for variable in env.VARIABLES if variable.name != "GLM5_SHIM_PYTHON")
+        return unseal, (str(self), {name: os.environ[name] for name in names if name in os.environ})
 
 
-def unseal(value: str) -> Seal:
-    """The seal again, in a process of the same shim. ShimError in any other: that process must not serve."""
+def unseal(value: str, variables: dict[str, str]) -> Seal:
+    """The seal again, in a process of the same shim. ShimError in any other: that process must not serve.
+
+    variables: the sender's GLM5_SHIM_*; a Ray worker's own come first.
+    """
     from shim import activate
 
+    if activate.engine() is None and _in_ray_worker():
+        for name, setting in variables.items():
+            os.environ.setdefault(name, setting)
+        activate.activate()
     engine = activate.engine()
     if engine is None:
         raise ShimError(
@@ -45,6 +57,11 @@ def unseal(value: str) -> Seal:
             "same GLM5_SHIM_SKIP everywhere."
         )
     return Seal(value)
+
+
+def _in_ray_worker() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.get_runtime_context().worker.mode == ray.WORKER_MODE)
 
 
 def probe(module: ModuleType) -> Verdict:
