@@ -23,16 +23,18 @@ def activate() -> None:
     already raises at once.
     """
     global _engine, _done
-    if _done or env.off():
+    if _done:
         return
     _done = True
     try:
+        if env.off():
+            return
         from shim import ledger, patches, preflight
         from shim.engine import Engine
 
-        env.assumed_capability()
+        skip = env.check(tuple(p.name for p in patches.PATCHES))
         preflight.check_command_line(sys.orig_argv)
-        engine = Engine(patches.PATCHES, env.skip(tuple(p.name for p in patches.PATCHES)))
+        engine = Engine(patches.PATCHES, skip)
     except Exception as problem:
         _refuse_vllm(problem)
         return
@@ -42,9 +44,26 @@ def activate() -> None:
 
 
 def plugin() -> None:
-    """The `vllm.general_plugins` entry point: reaches Ray workers, which do not get PYTHONPATH. Inert unless asked."""
-    if os.environ.get("GLM5_SHIM") == "1":
-        activate()
+    """The `vllm.general_plugins` entry point: reaches Ray workers, which do not get PYTHONPATH. Inert unless asked.
+
+    `ShimError` if that is only now, while a GGUF's engine arguments are made: they would go on without the shim.
+    """
+    try:
+        wanted = env.flag("GLM5_SHIM")
+    except env.EnvProblem as problem:
+        _refuse_vllm(problem)
+        return
+    if _done or not wanted:
+        return
+    activate()
+    model = _model_in_the_making()
+    if _engine is not None and model is not None:
+        from shim.latch import ShimError
+
+        raise ShimError(
+            f"glm5-shim: GLM5_SHIM=1 alone is too late for {model}: vLLM loads its plugins after it has looked at the "
+            "model. Start this process with `glm5-shim wrap python SCRIPT`, or set PYTHONPATH to `glm5-shim path`."
+        )
 
 
 def engine() -> Engine | None:
@@ -56,6 +75,19 @@ def check() -> None:
     """The closing gate: `ShimError` unless each required patch whose target is loaded is in force in this process."""
     if _engine is not None:
         _engine.check()
+
+
+def _model_in_the_making() -> str | None:
+    """The GLM-5 GGUF of the EngineArgs whose `__post_init__` is loading the plugins right now, if that is who calls."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "__post_init__" and frame.f_globals.get("__name__") == "vllm.engine.arg_utils":
+            from shim import preflight
+
+            model = getattr(frame.f_locals.get("self"), "model", None)
+            return model if isinstance(model, str) and preflight.is_ours(model) else None
+    return None
 
 
 def _refuse_vllm(problem: Exception) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
+import traceback
 from typing import Any
 
 import click
@@ -11,7 +12,40 @@ import click
 from shim import __version__
 
 
-@click.group()
+class Stop(click.ClickException):
+    """Ends a command with one line on stderr and exit code 1."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"glm5-shim: {self.message}", err=True)
+
+
+class NotRun(Stop):
+    """`wrap` did not become the command; a shell's code for that."""
+
+    exit_code = 127
+
+
+class Commands(click.Group):
+    """With --json an error of any command, click's own too, is one JSON object on stdout: {"error": line}."""
+
+    def main(self, args: Any = None, **extra: Any) -> Any:  # type: ignore[override]  # click's overloads
+        words = list(sys.argv[1:] if args is None else args)
+        if "--json" not in words or words[0] == "wrap":  # what follows `wrap` is another's
+            return super().main(words, **extra)
+        try:
+            sys.exit(super().main(words, **extra | {"standalone_mode": False}))
+        except click.ClickException as problem:
+            line, code = problem.format_message(), problem.exit_code
+        except click.Abort:
+            line, code = "interrupted", 1
+        except Exception as problem:
+            traceback.print_exc()
+            line, code = f"{type(problem).__name__}: {problem}", 1
+        _print_json({"error": line})
+        sys.exit(code)
+
+
+@click.group(cls=Commands)
 @click.version_option(__version__, prog_name="glm5-shim")
 def main() -> None:
     """Serve GLM-5 from a GGUF with an unmodified vLLM wheel."""
@@ -28,7 +62,7 @@ def wrap(command: tuple[str, ...]) -> None:
     try:
         run(command)
     except WrapProblem as problem:
-        _stop(str(problem), code=127)
+        raise NotRun(str(problem)) from None
 
 
 @main.command()
@@ -41,15 +75,20 @@ def path() -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def patches(as_json: bool) -> None:
+@click.option("--ledgers", is_flag=True, help="Instead: what was patched in each process that ran, newest last.")
+def patches(as_json: bool, ledgers: bool) -> None:
     """Every patch: target, why, and its state in a fresh child that imports vLLM's real modules."""
-    from shim.child import patch_table
+    from shim import doctor
     from shim.env import EnvProblem
 
+    if ledgers:
+        found = doctor.processes()
+        (_print_json if as_json else _print_processes)(found)
+        return
     try:
-        table = patch_table()
+        table = doctor.patches()
     except EnvProblem as problem:
-        _stop(str(problem), code=1)
+        raise Stop(str(problem)) from None
     if as_json:
         _print_json(table)
     else:
@@ -72,7 +111,7 @@ def doctor(as_json: bool, list_checks: bool, names: tuple[str, ...]) -> None:
         return
     unknown = [n for n in names if n not in CHECKS]
     if unknown:
-        _stop(f"no check is named {', '.join(unknown)}; the checks are: {', '.join(CHECKS)}", code=2)
+        raise click.UsageError(f"no check is named {', '.join(unknown)}; the checks are: {', '.join(CHECKS)}")
     found = examine(names or tuple(CHECKS))
     if as_json:
         _print_json(found)
@@ -102,7 +141,7 @@ def explain(capability: str, kv_cache_dtype: str, dtype: str, as_json: bool) -> 
     try:
         found = ask(capability, kv_cache_dtype, dtype)
     except (ExplainProblem, ValueError) as problem:
-        _stop(str(problem), code=1)
+        raise Stop(str(problem)) from None
     if as_json:
         _print_json(found)
         return
@@ -124,7 +163,7 @@ def selftest(as_json: bool) -> None:
     try:
         found = test()
     except SelftestProblem as problem:
-        _stop(str(problem), code=1)
+        raise Stop(str(problem)) from None
     if as_json:
         _print_json(found)
     else:
@@ -147,7 +186,7 @@ def gguf(path: str, as_json: bool) -> None:
     try:
         found = report(open_model(path))
     except GGUFProblem as problem:
-        _stop(str(problem), code=1)
+        raise Stop(str(problem)) from None
     if as_json:
         _print_json(found)
     else:
@@ -167,7 +206,7 @@ def demo(as_json: bool, timeout: int) -> None:
     try:
         found = work(timeout)
     except DemoProblem as problem:
-        _stop(str(problem), code=1)
+        raise Stop(str(problem)) from None
     if as_json:
         _print_json(found)
     else:
@@ -179,11 +218,6 @@ def _verdict(found: dict[str, Any]) -> str:
     return "accepted" if found["accepted"] else "; ".join(found["reasons"])
 
 
-def _stop(line: str, *, code: int) -> Any:
-    click.echo(f"glm5-shim: {line}", err=True)
-    sys.exit(code)
-
-
 def _print_json(value: Any) -> None:
     click.echo(jsonlib.dumps(value, indent=1))
 
@@ -192,6 +226,20 @@ def _columns(rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1])
+
+
+def _print_processes(found: dict[str, Any]) -> None:
+    served = [one for one in found["processes"] if one["vllm"]]
+    for one in served:
+        states = ", ".join(
+            f"{len(names)} {state}" + (f" ({', '.join(names)})" if state in ("failed", "late", "off") else "")
+            for state, names in one["states"].items()
+        )
+        life = "running" if one["running"] else "ended"
+        click.echo(f"{one['pid']} {life}  {one['role']}, vLLM {one['vllm']}: {states}")
+        click.echo(f"    acted: {', '.join(one['used']) or 'none'}")
+    others = len(found["processes"]) - len(served)
+    click.echo(f"{found['directory']}: {len(served)} processes with vLLM, {others} without")
 
 
 def _print_gguf(found: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shim import env, upstream, wrap
+from shim import env, ledger, upstream, wrap
 from shim.patch import State
 from shim.patches.backend_choice import HANG
 from shim.patches.backend_member import MEMBER
@@ -57,15 +57,15 @@ def check_environment() -> Finding:
     from shim.patches import PATCHES
 
     try:
-        skipped = env.skip(tuple(p.name for p in PATCHES))
-        env.assumed_capability()
-        env.indexer()
+        skipped = env.check(tuple(p.name for p in PATCHES))
     except env.EnvProblem as problem:
         return Finding("problem", str(problem), "correct the variable, or unset it")
     if env.off():
         return Finding("warning", "GLM5_SHIM_OFF=1: the shim is switched off", "unset GLM5_SHIM_OFF")
     if skipped:
         return Finding("warning", f"left out by GLM5_SHIM_SKIP: {', '.join(sorted(skipped))}", "unset GLM5_SHIM_SKIP")
+    if env.unknown():
+        return Finding("warning", f"not variables of glm5-shim: {', '.join(env.unknown())}", "unset them")
     return Finding("ok", "GLM5_SHIM_* variables make sense")
 
 
@@ -177,9 +177,40 @@ CHECKS: dict[str, Callable[[], Finding]] = {
 }
 
 
+def patches() -> dict[str, Any]:
+    """`shim.child.patch_table`, where on a CPU wheel the module for NVIDIA's platform needs no patch: it cannot be
+    imported there and never is. EnvProblem where the variables keep the shim from coming up."""
+    from shim.child import patch_table
+    from shim.patches import PATCHES
+
+    env.check(tuple(p.name for p in PATCHES))
+    table = patch_table()
+    for row in table["patches"]:
+        if row["state"] == State.WAITING.value and row["target"] == "vllm.platforms.cuda" and wrap.cpu_wheel():
+            row |= {"state": State.UNNEEDED.value, "detail": "this vLLM is a build for CPUs, without CUDA's platform"}
+    return table
+
+
+def processes() -> dict[str, Any]:
+    """What the ledgers say, oldest process first: `{"directory", "processes": [{"pid", "role", "running", "vllm",
+    "states": {state: [patch, ..]}, "used": [patch, ..]}]}`. `vllm`: None where it was not imported."""
+    rows = []
+    for one in ledger.read(env.state_dir()):
+        states: dict[str, list[str]] = {}
+        for patch in one["patches"]:
+            states.setdefault(patch.get("state", "none"), []).append(patch["name"])
+        rows.append(
+            {
+                **{key: one[key] for key in ("pid", "role", "vllm")},
+                "running": os.path.exists(f"/proc/{one['pid']}"),
+                "states": states,
+                "used": [patch["name"] for patch in one["patches"] if patch.get("used")],
+            }
+        )
+    return {"directory": str(env.state_dir()), "processes": rows}
+
+
 @cache
 def _patch_rows() -> list[dict[str, Any]]:
-    from shim.child import patch_table
-
-    rows: list[dict[str, Any]] = patch_table()["patches"]
+    rows: list[dict[str, Any]] = patches()["patches"]
     return rows

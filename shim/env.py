@@ -32,14 +32,55 @@ VARIABLES = (
     ),
     Variable("GLM5_SHIM_PYTHON", "", "set by `wrap`: the interpreter that it serves; any other Python declines"),
 )
+# of NVIDIA's GPUs that vLLM runs on
+CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 
 
 class EnvProblem(ValueError):
     """A variable has a value that cannot be meant; the message says which, and what is expected."""
 
 
+def check(patches: tuple[str, ...]) -> frozenset[str]:
+    """Looks at every variable; the names in GLM5_SHIM_SKIP. `patches`: all that there are. EnvProblem for a value
+    without sense, and for the name of no variable that is nearly the name of one."""
+    for name, nearest in unknown().items():
+        if nearest:
+            raise EnvProblem(f"{name} is not a variable of glm5-shim; did you mean {nearest}?")
+    flag("GLM5_SHIM")
+    off()
+    assumed_capability()
+    indexer()
+    cache = cache_dir()  # a state directory that cannot be written is no reason to stop, see ledger.py
+    if os.path.exists(cache) and not os.path.isdir(cache):
+        raise EnvProblem(f"GLM5_SHIM_CACHE_DIR is {os.fspath(cache)!r}; expected a directory")
+    return skip(patches)
+
+
+def unknown() -> dict[str, str]:
+    """GLM5_SHIM_* names that are set and mean nothing: the nearest variable of each, or "" if none is near."""
+    prefix = VARIABLES[0].name
+    known = [variable.name.removeprefix(prefix) for variable in VARIABLES]
+    ends = sorted(name.removeprefix(prefix) for name in os.environ if name.startswith(prefix))
+    strange = [end for end in ends if end not in known]
+    if not strange:
+        return {}
+    from difflib import get_close_matches  # most processes save this import
+
+    return {prefix + end: "".join(prefix + near for near in get_close_matches(end, known, 1, 0.7)) for end in strange}
+
+
+def flag(name: str) -> bool:
+    """Is this switch on? EnvProblem for a value that is neither yes nor no."""
+    value = os.environ.get(name, "")
+    if value.lower() in ("1", "true", "yes", "on"):
+        return True
+    if value.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise EnvProblem(f"{name} is {value!r}; expected 1 (on) or 0 (off)")
+
+
 def off() -> bool:
-    return os.environ.get("GLM5_SHIM_OFF", "").lower() in ("1", "true", "yes", "on")
+    return flag("GLM5_SHIM_OFF")
 
 
 def skip(known: tuple[str, ...]) -> frozenset[str]:
@@ -60,13 +101,19 @@ def cache_dir() -> Path:
 
 
 def assumed_capability() -> tuple[int, int] | None:
-    """(major, minor) from GLM5_SHIM_ASSUME_CAPABILITY, None if unset. EnvProblem if it is no version."""
+    """(major, minor) from GLM5_SHIM_ASSUME_CAPABILITY, None if unset. EnvProblem if it is no GPU's."""
     text = os.environ.get("GLM5_SHIM_ASSUME_CAPABILITY", "")
-    if not text:
-        return None
-    major, dot, minor = text.partition(".")
-    if not (dot and major.isdecimal() and minor.isdecimal()):
-        raise EnvProblem(f"GLM5_SHIM_ASSUME_CAPABILITY is {text!r}; expected major.minor, for example 12.0")
+    try:
+        return capability("GLM5_SHIM_ASSUME_CAPABILITY", text) if text else None
+    except ValueError as problem:
+        raise EnvProblem(str(problem)) from None
+
+
+def capability(name: str, text: str) -> tuple[int, int]:
+    """(major, minor) of a compute capability that GPUs have. ValueError for anything else, with the argument's name."""
+    if text not in CAPABILITIES:
+        raise ValueError(f"{name} is {text!r}; expected major.minor, one of {', '.join(CAPABILITIES)}")
+    major, _, minor = text.partition(".")
     return int(major), int(minor)
 
 

@@ -7,14 +7,18 @@ capability is given, and what is compiled is never called.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from shim import env
 from shim.patches import PATCHES
 from shim.wrap import environment
 
@@ -47,12 +51,13 @@ def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bf
     {"accepted", "reasons"}, "with_shim": ...}]}`. ExplainProblem if vLLM cannot be asked, ValueError for a bad
     argument."""
     question = {
-        "capability": _pair(capability) if capability else None,
+        "capability": env.capability("capability", capability) if capability else None,
         "kv_cache_dtype": kv_cache_dtype,
         "dtype": dtype,
     }
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    print("glm5-shim: asking vLLM, without and with the shim: about half a minute", file=sys.stderr, flush=True)
     stock, ours = ask(question, shim=False), ask(question, shim=True)
     absent = {"accepted": False, "reasons": ["not in this vLLM"]}
     return {
@@ -68,15 +73,8 @@ def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bf
     }
 
 
-def _pair(capability: str) -> tuple[int, int]:
-    major, dot, minor = capability.partition(".")
-    if not (dot and major.isdigit() and minor.isdigit()):
-        raise ValueError(f"capability is {capability!r}, expected major.minor, for example 12.0")
-    return int(major), int(minor)
-
-
 def ask(question: dict[str, Any], *, shim: bool) -> dict[str, Any]:
-    """The answer of one child, see `_answer`."""
+    """The answer of one child, see `_answer`. ValueError for what it refuses."""
     with tempfile.TemporaryDirectory() as state:
         variables = environment(os.environ) | {"GLM5_SHIM_STATE_DIR": state, "VLLM_LOGGING_LEVEL": "ERROR"}
         variables["GLM5_SHIM_OFF"] = "" if shim else "1"
@@ -88,12 +86,35 @@ def ask(question: dict[str, Any], *, shim: bool) -> dict[str, Any]:
     for line in child.stdout.splitlines():
         if line.startswith(MARK):
             answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+            if "refused" in answer:
+                raise ValueError(answer["refused"])
             return answer
     last = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
     raise ExplainProblem(f"vLLM could not be asked {'with' if shim else 'without'} the shim: {last[0]}")
 
 
 # in the child
+
+
+def _refusal(question: dict[str, Any]) -> dict[str, str] | None:
+    """`{"refused": line}` for a KV cache dtype that vLLM does not know."""
+    asked, known = question["kv_cache_dtype"], _cache_dtypes()
+    if asked in known or not known:
+        return None
+    return {"refused": f"kv-cache-dtype is {asked!r}, expected one of {', '.join(known)}"}
+
+
+def _cache_dtypes() -> tuple[str, ...]:
+    """vLLM's own CacheDType, from its source, for importing it takes as long as the whole answer; () if it is not
+    there."""
+    spec = find_spec("vllm")
+    for place in (spec and spec.submodule_search_locations) or ():
+        source = Path(place, "config", "cache.py")
+        for node in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else ():
+            match node:
+                case ast.Assign(targets=[ast.Name(id="CacheDType")], value=ast.Subscript(slice=names)):
+                    return tuple(ast.literal_eval(names))
+    return ()
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -188,4 +209,5 @@ def _config() -> Any:
 
 
 if __name__ == "__main__":
-    print(MARK + json.dumps(_answer(json.loads(sys.argv[1]))))
+    asked = json.loads(sys.argv[1])
+    print(MARK + json.dumps(_refusal(asked) or _answer(asked)))

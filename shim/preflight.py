@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -27,7 +28,8 @@ def check_command_line(argv: list[str]) -> None:
 def gguf_argument(argv: list[str]) -> str | None:
     """The GGUF that a `vllm` command line serves, or None: what `serve` is given, or the value of `--model`.
 
-    Anything less certain, and a path in a directory that does not exist (a repository's, perhaps), is left to vLLM.
+    Anything less certain, and a path in a directory that does not exist (a repository's, perhaps), is left to vLLM;
+    but a repository that says it holds GLM-5 as GGUF is nobody else's to serve.
     """
     if any(os.path.basename(word) == "vllm" for word in argv[:3]):
         if "serve" not in argv[:4]:
@@ -42,7 +44,7 @@ def gguf_argument(argv: list[str]) -> str | None:
         return None
     candidates += [after for word, after in itertools.pairwise(argv) if word == "--model"]
     candidates += [word.partition("=")[2] for word in argv if word.startswith("--model=")]
-    return next((c for c in candidates if names_gguf(c) and Path(c).parent.is_dir()), None)
+    return next((c for c in candidates if (names_gguf(c) and Path(c).parent.is_dir()) or _names_repository(c)), None)
 
 
 def _closed(word: str) -> bool:
@@ -56,10 +58,12 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
     from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
     from shim.gguf.names import require_complete, require_nextn
     from shim.gguf.plan import cut_problem, plan
+    from shim.gguf.tokenizer import tables
 
     try:
         model = open_model(path)
         require_complete(model)
+        tables(model)
         if _drafts_with_nextn(argv):
             require_nextn(model)
         if others_serve_gguf() and _option(argv, "--quantization", "-q") in (None, "gguf"):
@@ -114,13 +118,32 @@ def names_gguf(name: str) -> bool:
     directory, colon, _ = name.rpartition(":")
     if os.path.isdir(name):
         return not os.path.exists(os.path.join(name, "config.json")) and any(Path(name).glob("*.gguf"))
-    if name.endswith(".gguf") or (bool(colon) and os.path.isdir(directory)):
+    if name.lower().endswith(".gguf") or (bool(colon) and os.path.isdir(directory)):
         return True
     if not os.path.isfile(name):
         return False  # most models: gguf and numpy are not imported for them
     from shim.gguf.files import is_gguf
 
     return is_gguf(name)
+
+
+def is_ours(name: str) -> bool:
+    """Does `name` mean a GLM-5 GGUF?"""
+    if not names_gguf(name):
+        return False
+    from shim.gguf.files import GGUFProblem, open_model
+
+    try:
+        open_model(name)
+    except GGUFProblem:
+        return False
+    return True
+
+
+def _names_repository(name: str) -> bool:
+    """A hub's name for GLM-5, 5.1 or 5.2 as GGUF, as owner/GLM-5-GGUF or owner/GLM-5-GGUF:QUANT."""
+    said = re.fullmatch(r"[\w.-]+/GLM-5(\.[12])?-GGUF(:[\w.-]+)?", name, re.IGNORECASE)
+    return said is not None and not os.path.exists(name)
 
 
 def others_serve_gguf() -> bool:

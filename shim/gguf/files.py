@@ -20,6 +20,7 @@ from shim import __version__
 from shim.gguf.reader import HeaderReader, Metadata, TensorInfo
 
 MAGIC = b"GGUF"
+GIVE = "give a .gguf file, any part of a set, its directory, or directory:QUANT"
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's gguf-split
 
 # What gguf-py can dequantise and vllm-gguf-plugin has kernels for. Others (ik_llama's, ternary, MXFP4) are refused.
@@ -143,20 +144,35 @@ def part_paths(path: str | os.PathLike[str]) -> list[Path]:
     """Every path of the set, in order, whether or not it exists. Looks at names only."""
     given = Path(path)
     directory, colon, quant = os.fspath(path).rpartition(":")
-    if given.is_dir():
+    if os.path.isdir(given):
         return _set_in(given, "")
-    if colon and not given.exists() and Path(directory).is_dir():
+    if colon and not os.path.exists(given) and os.path.isdir(directory):
         return _set_in(Path(directory), quant)
+    if os.path.exists(given) and not os.path.isfile(given):
+        raise GGUFProblem(f"{given} is a FIFO, device or socket, expected a regular file; {GIVE}")
     name = PART_NAME.fullmatch(given.name)
+    if name is None and not os.path.isfile(given):
+        if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", os.fspath(path)) and given.suffix.lower() != ".gguf":
+            raise GGUFProblem(
+                f"{given} does not exist; if it is a repository, download its files first "
+                f"(hf download {os.fspath(path).partition(':')[0]} --local-dir DIR); {GIVE}"
+            )
+        raise GGUFProblem(f"{given} does not exist; {GIVE}")
     if name is None:
-        if not given.is_file():
-            raise GGUFProblem(f"{given} does not exist; give a .gguf file, any part of a set, or directory:QUANT")
+        _check_suffix(given, PART_NAME)
         return [given]
     return [given.with_name(n) for n in _part_names(name["stem"], int(name["count"]))]
 
 
 def _part_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+
+def _check_suffix(file: Path, expected: re.Pattern[str]) -> None:
+    """GGUFProblem if only the suffix's capitals keep the name from being as `expected`."""
+    small = file.with_suffix(file.suffix.lower()).name
+    if small != file.name and expected.fullmatch(small):
+        raise GGUFProblem(f"{file.name} ends in {file.suffix}, expected .gguf in small letters; rename it to {small}")
 
 
 def _set_in(directory: Path, quant: str) -> list[Path]:
@@ -169,6 +185,8 @@ def _set_in(directory: Path, quant: str) -> list[Path]:
         stem = name["stem"] if name else file.stem
         sets[file.with_name(stem)] = part_paths(file)
     if not sets:
+        for file in directory.glob("*.[gG][gG][uU][fF]"):
+            _check_suffix(file, re.compile(r".+\.gguf"))
         raise GGUFProblem(f"no .gguf file in {directory}; give the path of a part")
     found = {stem: paths for stem, paths in sets.items() if quant.lower() in stem.name.lower()}
     exact = {stem: paths for stem, paths in found.items() if stem.name == quant}
@@ -187,6 +205,8 @@ def _read_header(path: Path) -> HeaderReader:
             start = file.read(4)
     except OSError as error:
         raise GGUFProblem(f"{path.name} cannot be read: {error.strerror}; give its reader the right to") from None
+    if not start:
+        raise GGUFProblem(f"{path.name} is empty, expected a GGUF; download it again")
     if start != MAGIC:
         raise GGUFProblem(f"{path.name} is not a GGUF: it starts with {start!r}, expected {MAGIC!r}; download it again")
     size = path.stat().st_size

@@ -10,6 +10,7 @@ from shim.gguf.config import hf_config
 from shim.gguf.files import Model, Tensor
 from shim.gguf.names import mapped, missing, split_name, unmapped, wrong_shapes
 from shim.gguf.plan import mixed_experts, sizes_that_work
+from shim.gguf.tokenizer import tables
 
 # Every rank holds all of these; everything else is cut into as many pieces as there are ranks.
 REPLICATED = ("norm", "ffn_gate_inp", "exp_probs_b", "indexer.", "attn_q_a.", "attn_kv_a_mqa.", "nextn.eh_proj")
@@ -27,8 +28,10 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
     speculative decoding, `nextn_bytes` what that adds. Per GPU: replicated tensors (norms, router, indexer, q_a,
     kv_a) in full, the others divided by the number of GPUs; what vLLM holds as bf16 (`AS_BF16`) counts as that.
     tensor_parallel: sizes that cut through no quantisation block.
+    Raises GGUFProblem for metadata from which no config or no tokenizer can be made.
     """
     config = hf_config(model)
+    tables(model)
     main, extra = _by_block(model, config["num_hidden_layers"])
     lost, absent, misshapen = unmapped(model, config), missing(model, config), wrong_shapes(model, config)
     return {

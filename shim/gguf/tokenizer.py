@@ -39,14 +39,10 @@ def build(model: Model) -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import BPE
 
-    tokens, types, merges = _tables(model)
+    tokens, types, merges = tables(model)
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    try:
-        bpe = BPE(vocab=vocab, merges=pairs, ignore_merges=True)
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise GGUFProblem(f"the tokenizer's merges do not fit its tokens: {error}; convert the model anew") from None
-    tokenizer = dress(Tokenizer(bpe))
+    tokenizer = dress(Tokenizer(BPE(vocab=vocab, merges=pairs, ignore_merges=True)))
     # Added tokens are in the vocabulary too, so each keeps its number
     added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
@@ -65,13 +61,24 @@ def dress(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def _tables(model: Model) -> tuple[list[str], list[int], list[str]]:
+def tables(model: Model) -> tuple[list[str], list[int], list[str]]:
+    """Tokens, token types and merges, from the first part's header. GGUFProblem unless they are GLM's and fit each
+    other: a merge is of two tokens, and makes a third."""
     found = tuple(model.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if found != ("gpt2", "glm4"):
         raise GGUFProblem(f"the tokenizer is {found[0]} cut by {found[1]}, expected gpt2 cut by glm4; convert it anew")
     tokens, types, merges = _table(model, "tokens", str), _table(model, "token_type", int), _table(model, "merges", str)
     if len(tokens) != len(types):
         raise GGUFProblem(f"{len(tokens)} tokens but {len(types)} token types; convert the model anew")
+    known = {token for token, kind in zip(tokens, types, strict=True) if kind != UNUSED}
+    for number, merge in enumerate(merges):
+        left, _, right = merge.partition(" ")
+        if not (left in known and right in known and left + right in known):
+            strange = next(token for token in (left, right, left + right) if token not in known)
+            raise GGUFProblem(
+                f"the tokenizer's merge {number}, {merge!r}, needs {strange!r}, which is none of its {len(known)} "
+                "tokens; convert the model anew"
+            )
     return tokens, types, merges
 
 

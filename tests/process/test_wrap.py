@@ -125,6 +125,8 @@ def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, install
     from shim import wrap
     from shim.cli import main
 
+    for name in [name for name in os.environ if name.startswith("GLM5_SHIM")]:
+        monkeypatch.delenv(name)
     ran = []
     monkeypatch.setattr(wrap, "version", lambda name: installed)
     monkeypatch.setattr(wrap, "UNSUPPORTED", {"0.16.1": "its registry is another"})
@@ -141,3 +143,76 @@ def test_ray_workers_get_the_shims_variables_and_the_users(clean_env):
     names = found.split(",")
     assert names[:2] == ["MINE", "GLM5_SHIM"] and len(set(names)) == len(names)
     assert set(names) == {"MINE"} | {v.name for v in env.VARIABLES} - {"GLM5_SHIM_PYTHON"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("GLM5_SHIM_OFF", "banana", "GLM5_SHIM_OFF is 'banana'; expected 1 (on) or 0 (off)"),
+        ("GLM5_SHIM_SKIP", "typo", "GLM5_SHIM_SKIP names typo; the patches are: gguf_engine_args, "),
+        ("GLM5_SHIM_ASSUME_CAPABILITY", "120", "GLM5_SHIM_ASSUME_CAPABILITY is '120'; expected major.minor, one of "),
+        ("GLM5_SHIM_INDEXER", "banana", "GLM5_SHIM_INDEXER is 'banana'; expected native, triton or auto"),
+        ("GLM5_SHIM_CACHE_DIR", "/dev/null", "GLM5_SHIM_CACHE_DIR is '/dev/null'; expected a directory"),
+        (
+            "GLM5_SHIM_ASSUME_CAPABILTY",
+            "12.0",
+            "GLM5_SHIM_ASSUME_CAPABILTY is not a variable of glm5-shim; did you mean GLM5_SHIM_ASSUME_CAPABILITY?",
+        ),
+    ],
+)
+def test_a_senseless_variable_is_refused_before_the_command_runs(wrap, name, value, said):
+    done = wrap(sys.executable, "-c", "print('ran')", **{name: value})
+    assert (done.returncode, done.stdout) == (127, "")
+    assert done.stderr.startswith(f"glm5-shim: {said}") and done.stderr.count("\n") == 1
+
+
+def test_a_variable_that_is_like_none_of_ours_is_told(wrap):
+    done = wrap(sys.executable, "-c", "print('ran')", GLM5_SHIM_FOREIGN="1")
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert done.stderr == "glm5-shim: GLM5_SHIM_FOREIGN is not a variable of glm5-shim, and does nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ({"GLM5_SHIM_OFF": "banana"}, "GLM5_SHIM_OFF is 'banana'; expected 1 (on) or 0 (off)"),
+        ({"GLM5_SHIM_INDEXER": "banana"}, "GLM5_SHIM_INDEXER is 'banana'; expected native, triton or auto"),
+        ({"GLM5_SHIM_INDEXR": "triton"}, "did you mean GLM5_SHIM_INDEXER?"),
+    ],
+)
+def test_without_wrap_a_senseless_variable_stops_vllm_and_nothing_else(python, stub_vllm, variable, said):
+    path = os.pathsep.join([str(ROOT), str(stub_vllm)])
+    done = python("-c", "print('fine')", PYTHONPATH=path, **variable)
+    assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
+    done = python("-c", "import vllm", PYTHONPATH=path, **variable)
+    assert done.returncode == 1
+    assert said in done.stderr.splitlines()[-1]
+
+
+SCRIPT = """
+import os, sys
+for name in ("torchvision", "torchaudio", "torchcodec"):
+    sys.modules.setdefault(name, None)
+from vllm.engine.arg_utils import EngineArgs
+os.environ["GLM5_SHIM"] = sys.argv[1]  # set here, for in an editable install Python itself would see it before vLLM
+EngineArgs(model=sys.argv[2])
+print("made")
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "gguf", "said"),
+    [
+        ("1", True, "ShimError: glm5-shim: GLM5_SHIM=1 alone is too late for {}: vLLM loads its plugins after"),
+        ("1", False, ""),
+        ("banana", False, "GLM5_SHIM is 'banana'; expected 1 (on) or 0 (off)"),
+    ],
+)
+def test_a_script_that_only_vllms_plugins_switch_on(python, tmp_path, value, gguf, said):
+    """The plugins are loaded inside EngineArgs.__post_init__: too late for a GGUF, in time for anything else."""
+    from shim.gguf.tiny import write_tiny
+
+    model = str(write_tiny(tmp_path, parts=1)) if gguf else str(tmp_path)
+    done = python("-c", SCRIPT, value, model, PYTHONPATH="")
+    assert (done.stdout, done.returncode) == (("", 1) if said else ("made\n", 0)), done.stderr
+    assert said.format(model) in done.stderr.splitlines()[-1] if said else "glm5-shim" not in done.stderr

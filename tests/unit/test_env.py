@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from shim import env
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch, own_ledger):
+    for name in [name for name in os.environ if name.startswith("GLM5_SHIM")]:
+        monkeypatch.delenv(name)
+
+
 def test_skip(monkeypatch):
     monkeypatch.setenv("GLM5_SHIM_SKIP", " a, b,,")
     assert env.skip(("a", "b", "c")) == {"a", "b"}
@@ -20,17 +27,71 @@ def test_skip(monkeypatch):
         env.skip(("a", "b"))
 
 
-@pytest.mark.parametrize("text", ["12", "12.", "sm_120", "12.0.1"])
-def test_a_capability_that_is_none(monkeypatch, text):
+@pytest.mark.parametrize("text", ["12", "12.", "sm_120", "12.0.1", "120.0", "12.9"])
+def test_a_capability_that_no_gpu_has(monkeypatch, text):
     monkeypatch.setenv("GLM5_SHIM_ASSUME_CAPABILITY", text)
-    with pytest.raises(env.EnvProblem, match="expected major.minor, for example 12.0"):
+    with pytest.raises(
+        env.EnvProblem, match=f"ASSUME_CAPABILITY is '{text}'; expected major.minor, one of 7.0, .*12.0"
+    ):
         env.assumed_capability()
 
 
-@pytest.mark.parametrize(("value", "off"), [("1", True), ("true", True), ("ON", True), ("0", False), ("", False)])
+YES, NO = ("1", "true", "yes", "ON"), ("0", "false", "No", "off", "")
+
+
+@pytest.mark.parametrize(("value", "off"), [*((v, True) for v in YES), *((v, False) for v in NO)])
 def test_off(monkeypatch, value, off):
     monkeypatch.setenv("GLM5_SHIM_OFF", value)
     assert env.off() is off
+
+
+@pytest.mark.parametrize("name", ["GLM5_SHIM", "GLM5_SHIM_OFF"])
+@pytest.mark.parametrize("value", ["banana", "2", "y", " 1"])
+def test_a_switch_that_is_neither_on_nor_off(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(env.EnvProblem, match=rf"{name} is '{value}'; expected 1 \(on\) or 0 \(off\)"):
+        env.check(())
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("GLM5_SHIM_ASSUME_CAPABILTY", "GLM5_SHIM_ASSUME_CAPABILITY"),
+        ("GLM5_SHIM_CAPABILITY", "GLM5_SHIM_ASSUME_CAPABILITY"),
+        ("GLM5_SHIM_SKIPS", "GLM5_SHIM_SKIP"),
+        ("GLM5_SHIM_STATEDIR", "GLM5_SHIM_STATE_DIR"),
+        ("GLM5_SHIM_OF", "GLM5_SHIM_OFF"),
+        ("GLM5_SHIM_EVERY_RELEASE", ""),  # the tests' own
+        ("GLM5_SHIM_X", ""),
+    ],
+)
+def test_a_name_that_is_no_variables(monkeypatch, name, nearest):
+    monkeypatch.setenv(name, "1")
+    assert env.unknown()[name] == nearest
+    if nearest:
+        with pytest.raises(env.EnvProblem, match=f"{name} is not a variable of glm5-shim; did you mean {nearest}?"):
+            env.check(())
+
+
+def test_check_looks_at_every_variable(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    senseless = {
+        "GLM5_SHIM": "maybe",
+        "GLM5_SHIM_OFF": "maybe",
+        "GLM5_SHIM_SKIP": "typo",
+        "GLM5_SHIM_CACHE_DIR": str(tmp_path / "file"),
+        "GLM5_SHIM_ASSUME_CAPABILITY": "sm_120",
+        "GLM5_SHIM_INDEXER": "banana",
+    }
+    others = {"GLM5_SHIM_PYTHON", "GLM5_SHIM_STATE_DIR"}  # `wrap` sets the one, a ledger may do without the other
+    assert set(senseless) == {v.name for v in env.VARIABLES} - others
+    for name, value in senseless.items():
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            with pytest.raises(env.EnvProblem, match=f"^{name} "):
+                env.check(("a",))
+    monkeypatch.setenv("GLM5_SHIM_SKIP", "a")
+    assert env.check(("a",)) == {"a"}
 
 
 def test_a_home_in_a_directory(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 import wheels
@@ -50,11 +51,29 @@ def test_another_capability_cache_and_dtype_on_the_installed_wheel(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("12",), "capability is '12', expected major.minor"), (("", "auto", "int8"), "dtype is 'int8', expected one of")],
+    [
+        (("12",), "capability is '12'; expected major.minor, one of 7.0"),
+        (("99.0",), "capability is '99.0'; expected major.minor, one of 7.0"),
+        (("", "auto", "int8"), "dtype is 'int8', expected one of"),
+    ],
 )
-def test_bad_arguments(arguments, said):
+def test_bad_arguments(monkeypatch, arguments, said):
+    monkeypatch.setattr(explain, "ask", lambda *question, **shim: pytest.fail("vLLM was asked"))
     with pytest.raises(ValueError, match=said):
         explain.explain(*arguments)
+
+
+@pytest.mark.parametrize(("version", "last"), [("0.16.0", "fp8_ds_mla"), ("0.33.0", "nvfp4_4over6")])
+def test_a_cache_dtype_is_one_of_vllms_own(monkeypatch, version, last):
+    """Its list differs from release to release, and is read before anything is imported."""
+    monkeypatch.setenv("PYTHONPATH", str(wheels.sources(version)))
+    begin = time.monotonic()
+    done = CliRunner().invoke(main, ["explain", "--kv-cache-dtype", "banana"])
+    assert time.monotonic() - begin < 5
+    assert (done.exit_code, done.stdout) == (1, "")
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("glm5-shim: kv-cache-dtype is 'banana', expected one of auto, ")
+    assert line.endswith(f", {last}")
 
 
 def test_without_a_vllm_it_is_one_line(monkeypatch, tmp_path):
@@ -63,4 +82,6 @@ def test_without_a_vllm_it_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = CliRunner().invoke(main, ["explain"])
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == "glm5-shim: vLLM could not be asked without the shim: ImportError: broken install\n"
+    asking, problem = done.stderr.splitlines()
+    assert asking == "glm5-shim: asking vLLM, without and with the shim: about half a minute"
+    assert problem == "glm5-shim: vLLM could not be asked without the shim: ImportError: broken install"

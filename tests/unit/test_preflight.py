@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from shim import preflight
@@ -58,13 +60,51 @@ def test_everything_else(argv, gguf):
     assert preflight.gguf_argument(argv.format(gguf).split()) is None
 
 
+@pytest.mark.parametrize("name", ["unsloth/GLM-5-GGUF", "unsloth/GLM-5.2-GGUF:UD-Q4_K_XL", "one/glm-5.1-gguf"])
+def test_a_repository_of_glm5_as_gguf_is_refused_at_once(name):
+    argv = ["/v/bin/vllm", "serve", name]
+    assert preflight.gguf_argument(argv) == name
+    said = preflight.problem_with(name, argv)
+    assert said.startswith(f"{name} does not exist; if it is a repository, download its files first (hf download ")
+
+
+@pytest.mark.parametrize("name", ["zai-org/GLM-5", "unsloth/GLM-5.3-Flash-GGUF", "unsloth/GLM-4.7-GGUF:Q4_K_M"])
+def test_other_repositories_are_vllms(name):
+    assert preflight.gguf_argument(["/v/bin/vllm", "serve", name]) is None
+
+
+def test_what_is_no_file_does_not_hang(tmp_path):
+    for name in ("pipe.gguf", "x-00001-of-00002.gguf"):
+        os.mkfifo(tmp_path / name)
+        path = str(tmp_path / name)
+        assert preflight.gguf_argument(["vllm", "serve", path]) == path
+        assert preflight.problem_with(path).startswith(f"{path} is a FIFO, device or socket, expected a regular file")
+
+
+def test_merges_that_do_not_fit_the_tokens(tiny, tmp_path):
+    from shim.gguf.tiny import Shape, tiny_metadata, tiny_tensors, write_gguf
+
+    shape = Shape()
+    metadata = {**tiny_metadata(shape, "spoiled"), "tokenizer.ggml.merges": ["Ġ t", "no where"]}
+    path = write_gguf(tmp_path, "spoiled", metadata, tiny_tensors(shape, 3))
+    assert preflight.problem_with(str(path)).startswith(
+        "the tokenizer's merge 1, 'no where', needs 'where', which is none of"
+    )
+
+
 def test_what_can_mean_a_gguf(tiny, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf.gguf.txt").write_text("GGUFnot")
     assert preflight.names_gguf(str(tiny)) and preflight.names_gguf("missing.gguf")
+    assert preflight.names_gguf("missing.GGUF")
     assert preflight.names_gguf(f"{tiny.parent}:UD") and preflight.names_gguf(str(tiny.parent))
     assert preflight.names_gguf(str(tmp_path / "hf.gguf.txt"))  # the magic says so
     assert not preflight.names_gguf(str(tmp_path)) and not preflight.names_gguf("org/repo:UD-Q4_K_XL")
+
+
+def test_what_is_ours(tiny, other_architecture, tmp_path):
+    assert preflight.is_ours(str(tiny)) and preflight.is_ours(str(tiny.parent))
+    assert not preflight.is_ours(str(other_architecture)) and not preflight.is_ours(str(tmp_path / "missing.gguf"))
 
 
 def test_a_whole_model_passes(tiny):

@@ -122,7 +122,43 @@ def test_a_whole_name_wins_over_a_longer_one(make, tmp_path):
 
 def test_empty_directory_and_absent_path(tmp_path):
     assert "no .gguf file in" in problem(tmp_path)
-    assert "does not exist" in problem(tmp_path / "absent.gguf")
+    assert "does not exist; give a .gguf file" in problem(tmp_path / "absent.gguf")
+
+
+@pytest.mark.parametrize("name", ["pipe.gguf", "pipe", "x-00001-of-00001.gguf"])
+def test_a_fifo_does_not_hang(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    line = problem(tmp_path / name)
+    assert line.startswith(f"{tmp_path / name} is a FIFO, device or socket, expected a regular file; give a .gguf file")
+
+
+def test_a_device():
+    assert problem("/dev/null").startswith("/dev/null is a FIFO, device or socket, expected a regular file")
+
+
+@pytest.mark.parametrize("name", ["unsloth/GLM-5-GGUF", "unsloth/GLM-5-GGUF:UD-Q4_K_XL"])
+def test_a_repositorys_name(name):
+    said = (
+        "does not exist; if it is a repository, download its files first (hf download unsloth/GLM-5-GGUF --local-dir "
+    )
+    assert problem(name).startswith(f"{name} {said}")
+    assert "repository" not in problem("models/x.gguf")
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "empty.gguf").touch()
+    assert problem(tmp_path / "empty.gguf") == "empty.gguf is empty, expected a GGUF; download it again"
+
+
+def test_a_suffix_in_capitals(make, tmp_path):
+    part = make(parts=2)
+    for path in (part, part.with_name("small-00002-of-00002.gguf")):
+        path.rename(path.with_suffix(".GGUF"))
+    said = "ends in .GGUF, expected .gguf in small letters; rename it to small-00001-of-00002.gguf"
+    assert problem(part.with_suffix(".GGUF")) == f"small-00001-of-00002.GGUF {said}"
+    assert "ends in .GGUF, expected .gguf in small letters; rename it to small-0000" in problem(tmp_path)
+    whole = make(name="whole", at="one")
+    assert open_model(whole.rename(whole.with_suffix(".GGUF"))).parts[0].path.name == "whole.GGUF"
 
 
 # --- missing, mixed, cut

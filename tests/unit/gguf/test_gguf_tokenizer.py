@@ -205,7 +205,7 @@ def test_a_model_without_template_gets_no_file(make, tmp_path):
         ({"tokenizer.ggml.token_type": [1, 1]}, "512 tokens but 2 token types"),
         ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens is no table of str"),
         ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges is no table of str"),
-        ({"tokenizer.ggml.merges": ["zq zx"]}, "the tokenizer's merges do not fit its tokens"),
+        ({"tokenizer.ggml.merges": ["zq zx"]}, "merge 0, 'zq zx', needs 'zq', which is none of its 512 tokens"),
     ],
 )
 def test_other_tokenizers_are_refused(make, tmp_path, keys, what):
