@@ -29,7 +29,8 @@ def mqa_logits(given: Mapping[str, Any]) -> torch.Tensor | None:
     fp8 = q is not None and k.dtype == torch.float8_e4m3fn and k_scale.dtype == torch.float32
     if q is None or not fp8 or k.shape[-1] != DIM or given.get("clean_logits"):
         return None
-    return indexer.mqa_logits(q, k, k_scale.reshape(-1), weights, ks, ke, compressed_columns=given.get("max_seqlen_k"))
+    k_scale = k_scale if k_scale.dim() == 1 else k_scale.reshape(-1)
+    return indexer.mqa_logits(q, k, k_scale, weights, ks, ke, compressed_columns=given.get("max_seqlen_k"))
 
 
 def paged_mqa_logits(given: Mapping[str, Any]) -> torch.Tensor | None:
@@ -43,9 +44,8 @@ def paged_mqa_logits(given: Mapping[str, Any]) -> torch.Tensor | None:
     if q is None or not known or given.get("clean_logits") or given.get("indices") is not None:
         return None
     batch = q.shape[0]
-    return indexer.paged_mqa_logits(
-        q, cache, weights, context_lens[:batch], block_table[:batch], given["max_model_len"]
-    )
+    context_lens, block_table = _first(context_lens, batch), _first(block_table, batch)
+    return indexer.paged_mqa_logits(q, cache, weights, context_lens, block_table, given["max_model_len"])
 
 
 def _plain(q: Any) -> torch.Tensor | None:
@@ -55,6 +55,11 @@ def _plain(q: Any) -> torch.Tensor | None:
         if q_scale is not None:
             return None
     return q if q.dtype == torch.float8_e4m3fn and q.shape[-1] == DIM else None
+
+
+def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Its first `rows` rows. Most often these are all, and a slice costs the host a quarter of a launch."""
+    return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
 def top_k_per_row_prefill(
@@ -68,7 +73,7 @@ def top_k_per_row_prefill(
     k: int,
 ) -> bool:
     """`indices` are relative to `row_starts`, -1 where a row has fewer than k. False: not served."""
-    return _choose(logits[:num_rows], row_ends - row_starts, indices[:num_rows], k, starts=row_starts)
+    return _choose(_first(logits, num_rows), row_ends - row_starts, _first(indices, num_rows), k, starts=row_starts)
 
 
 def top_k_per_row_decode(
@@ -81,7 +86,7 @@ def top_k_per_row_decode(
     stride1: int,
     k: int,
 ) -> bool:
-    return _choose(logits[:num_rows], seq_lens, indices[:num_rows], k)
+    return _choose(_first(logits, num_rows), seq_lens, _first(indices, num_rows), k)
 
 
 def large_context_topk(
@@ -111,7 +116,7 @@ def _choose(
     rows = logits.shape[0]
     if rows:
         next_n = None if lengths.numel() == rows else rows // lengths.numel()
-        lengths = lengths.reshape(-1)
+        lengths = lengths if lengths.dim() == 1 else lengths.reshape(-1)
         topk.topk(logits, lengths, k, out=indices, starts=starts, next_n=next_n, workspace=_workspace)
     return True
 

@@ -47,10 +47,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         common = common_attn_metadata
         tokens, reqs = common.num_actual_tokens, common.num_reqs
         req_ids = self._req_ids[:tokens]
-        # from the device's query_start_loc: from 0.28 on the CPU's copy may be an upper bound only
-        ends = common.query_start_loc[1 : reqs + 1]
-        torch.searchsorted(ends, self._position[:tokens], right=True, out_int32=True, out=req_ids)
-        req_ids.clamp_(max=reqs - 1)  # padding behind the last token
+        # from the device's query_start_loc: from 0.28 on the CPU's copy may be an upper bound only. Not beyond the last
+        # request's start, so that padding behind the last token counts as its
+        starts = common.query_start_loc[1:reqs]
+        torch.searchsorted(starts, self._position[:tokens], right=True, out_int32=True, out=req_ids)
         return SparseMLAMetadata(
             num_reqs=reqs,
             num_actual_tokens=tokens,

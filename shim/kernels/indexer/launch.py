@@ -6,14 +6,15 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 
+from shim.kernels.host import Compiled, Form, Launch, form
 from shim.kernels.indexer import kernel, tune
 from shim.kernels.indexer.reference import BLOCK, DIM, FP8_TOKEN_BYTES
 from shim.kernels.sparse_mla.launch import sm_count  # and bf16 under the interpreter
 
 FP8 = torch.float8_e4m3fn
 INTERPRETED = (12, 0)  # what a CPU under the interpreter counts as
+compiled = Compiled("indexer", kernel.mqa, kernel.paged_mqa)
 
 
 def mqa_logits(
@@ -41,32 +42,17 @@ def mqa_logits(
     Returns fp32 [M, columns] with a row stride of whole 16 bytes. Only what a row sees is written, the rest is left as
     it was. ValueError names an argument that does not fit.
     """
-    heads = _check_query("q", q, 3, (FP8, torch.bfloat16, torch.float16))
-    queries = q.shape[0]
-    if k.dim() != 2 or k.shape[1] != DIM or k.dtype != q.dtype:
-        raise ValueError(f"k is {list(k.shape)} of {k.dtype}, expected [N, {DIM}] of q's {q.dtype}")
-    _check_alignment("k", k)
-    keys = k.shape[0]
-    _check("k_scale", k_scale, torch.float32, (keys,), q.device)
-    _check("weights", weights, torch.float32, (queries, heads), q.device, strided=True)
-    _check("ks", ks, torch.int32, (queries,), q.device)
-    _check("ke", ke, torch.int32, (queries,), q.device)
-    width = keys if compressed_columns is None else compressed_columns
-    out = _answer(out, queries, width, q.device)
-    if out.numel() == 0 or keys == 0:
-        return out
-    capability = _capability(q.device)
-    config = config or tune.prefill(heads, capability)
-    grid = triton.cdiv(keys, config.block_n) * triton.cdiv(queries, config.group)
-    unit = 16 // q.element_size()
-    kernel.mqa[(grid,)](
-        _operand(q, capability), _operand(k, capability), k_scale, weights, ks, ke, out,
-        queries, keys, width, int(compressed_columns is not None),
-        q.stride(0) // unit, q.stride(1) // unit, k.stride(0) // unit,
-        weights.stride(0), weights.stride(1), out.stride(0),
-        HEADS=heads, BLOCK_N=config.block_n, COLUMNS=config.columns, GROUP=config.group,
-        STAGES=config.stages, num_warps=config.warps, enable_fp_fusion=True,
+    launch = _prefill(
+        form(q), form(k), form(k_scale), form(weights), form(ks), form(ke), None if out is None else form(out),
+        compressed_columns, config,
     )  # fmt: skip
+    if out is None:
+        out = _answer(q.shape[0], k.shape[0] if compressed_columns is None else compressed_columns, q.device)
+    if launch.programs:
+        kernel.mqa[(launch.programs,)](
+            _operand(q), _operand(k), k_scale, weights, ks, ke, out, *launch.numbers, out.stride(0), **launch.options
+        )
+        compiled.tell(launch)
     return out
 
 
@@ -96,41 +82,18 @@ def paged_mqa_logits(
     Returns fp32 [B * next_n, max_len] with a row stride of whole 16 bytes. Only what a row sees is written, the rest is
     left as it was. ValueError names an argument that does not fit.
     """
-    heads = _check_query("q", q, 4, (FP8,))
-    batch, next_n = q.shape[:2]
-    if not 1 <= next_n <= 8:
-        raise ValueError(f"q is {list(q.shape)}: next_n is {next_n}, expected 1 to 8")
-    planar = cache.squeeze(2) if cache.dim() == 4 else cache
-    if planar.shape[1:] != (BLOCK, FP8_TOKEN_BYTES) or cache.dtype != torch.uint8 or cache.device != q.device:
-        raise ValueError(
-            f"cache is {list(cache.shape)} of {cache.dtype} on {cache.device}, expected uint8 "
-            f"[blocks, {BLOCK}, {FP8_TOKEN_BYTES}] on {q.device}"
-        )
-    if planar.stride()[1:] != (FP8_TOKEN_BYTES, 1) or planar.stride(0) % 16 or planar.data_ptr() % 16:
-        raise ValueError(f"cache has strides {cache.stride()}: blocks must be contiguous, and whole 16 bytes apart")
-    _check("weights", weights, torch.float32, (batch * next_n, heads), q.device, strided=True)
-    counts = next_n if context_lens.dim() == 2 and context_lens.shape[1] == next_n else 1
-    shape = (batch,) if context_lens.dim() == 1 else (batch, counts)
-    _check("context_lens", context_lens, torch.int32, shape, q.device, strided=True)
-    _check("block_table", block_table, torch.int32, (batch, block_table.shape[-1]), q.device)
-    out = _answer(out, batch * next_n, max_len, q.device)
-    limit = min(max_len, block_table.shape[1] * BLOCK)
-    if batch == 0 or limit == 0:
-        return out
-    capability = _capability(q.device)
-    config = config or tune.paged(capability)
-    columns = tune.paged_columns(heads, next_n, config)
-    groups = triton.cdiv(next_n, columns // heads)
-    shares = max(1, min(batch * triton.cdiv(limit, BLOCK), sm_count(q.device) * config.per_sm // groups))
-    kernel.paged_mqa[(groups * shares,)](
-        _operand(q, capability), _operand(planar.view(FP8), capability), weights, context_lens, block_table, out,
-        batch, next_n, counts, limit, groups,
-        q.stride(0) // 16, q.stride(1) // 16, q.stride(2) // 16, planar.stride(0) // 16,
-        weights.stride(0), weights.stride(1),
-        context_lens.stride(0), context_lens.stride(1) if counts > 1 else 0, block_table.stride(0), out.stride(0),
-        HEADS=heads, COLUMNS=columns, SCAN=tune.SCAN, STAGES=config.stages, num_warps=config.warps,
-        enable_fp_fusion=True,
+    launch = _paged(
+        form(q), form(cache), form(weights), form(context_lens), form(block_table), None if out is None else form(out),
+        max_len, config, sm_count(q.device),
     )  # fmt: skip
+    if out is None:
+        out = _answer(q.shape[0] * q.shape[1], max_len, q.device)
+    if launch.programs:
+        kernel.paged_mqa[(launch.programs,)](
+            _operand(q), _operand(cache.view(FP8)), weights, context_lens, block_table, out,
+            *launch.numbers, out.stride(0), **launch.options,
+        )  # fmt: skip
+        compiled.tell(launch)
     return out
 
 
@@ -147,15 +110,100 @@ def warm_up(heads: int, max_requests: int, next_n: int, max_len: int, device: to
         paged_mqa_logits(q, cache, weights, one[0], one - 1, length)
     k = torch.zeros(1, DIM, device=device).to(FP8)
     mqa_logits(q[0, :1], k, weights[0, :1], weights[:1], one[0] - 1, one[0])
+    compiled.warm(device)
 
 
-def _answer(out: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    if columns < 0:
-        raise ValueError(f"the answer has {columns} columns")
-    if out is None:  # top-k wants rows of whole 16 bytes
-        return torch.empty(rows, triton.cdiv(columns, 4) * 4, dtype=torch.float32, device=device)[:, :columns]
-    _check("out", out, torch.float32, (rows, columns), device)
-    return out
+@lru_cache(maxsize=512)  # the forms of a prefill are those of one step, in all layers
+def _prefill(
+    q: Form,
+    k: Form,
+    k_scale: Form,
+    weights: Form,
+    ks: Form,
+    ke: Form,
+    out: Form | None,
+    compressed_columns: int | None,
+    config: tune.Prefill | None,
+) -> Launch:
+    """Checks and plans `mqa_logits`."""
+    heads = _check_query("q", q, 3, (FP8, torch.bfloat16, torch.float16))
+    queries = q.shape[0]
+    if len(k.shape) != 2 or k.shape[1] != DIM or k.dtype != q.dtype or k.device != q.device:
+        raise ValueError(f"k is {k}, expected [N, {DIM}] of {q.dtype} on {q.device}, as q")
+    _check_alignment("k", k)
+    keys = k.shape[0]
+    _check("k_scale", k_scale, torch.float32, (keys,), q.device)
+    _check("weights", weights, torch.float32, (queries, heads), q.device, strided=True)
+    _check("ks", ks, torch.int32, (queries,), q.device)
+    _check("ke", ke, torch.int32, (queries,), q.device)
+    width = keys if compressed_columns is None else compressed_columns
+    _check_answer(out, queries, width, q.device)
+    config = config or tune.prefill(heads, _capability(q.device))
+    unit = 16 // q.dtype.itemsize
+    return Launch(
+        -(-keys // config.block_n) * -(-queries // config.group) if width else 0,
+        (
+            queries, keys, width, int(compressed_columns is not None),
+            q.strides[0] // unit, q.strides[1] // unit, k.strides[0] // unit, *weights.strides,
+        ),
+        {
+            "HEADS": heads, "BLOCK_N": config.block_n, "COLUMNS": config.columns, "GROUP": config.group,
+            "STAGES": config.stages, "num_warps": config.warps, "enable_fp_fusion": True,
+        },
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _paged(
+    q: Form,
+    cache: Form,
+    weights: Form,
+    context_lens: Form,
+    block_table: Form,
+    out: Form | None,
+    max_len: int,
+    config: tune.Paged | None,
+    sms: int,
+) -> Launch:
+    """Checks and plans `paged_mqa_logits`."""
+    heads = _check_query("q", q, 4, (FP8,))
+    batch, next_n = q.shape[:2]
+    if not 1 <= next_n <= 8:
+        raise ValueError(f"q is {q}: next_n is {next_n}, expected 1 to 8")
+    blocks = ((BLOCK, FP8_TOKEN_BYTES), (BLOCK, 1, FP8_TOKEN_BYTES))
+    if cache.shape[1:] not in blocks or cache.dtype != torch.uint8 or cache.device != q.device:
+        raise ValueError(f"cache is {cache}, expected uint8 [blocks, {BLOCK}, {FP8_TOKEN_BYTES}] on {q.device}")
+    if (cache.strides[1], cache.strides[-1]) != (FP8_TOKEN_BYTES, 1) or cache.strides[0] % 16 or not cache.aligned:
+        raise ValueError(f"cache has strides {cache.strides}: blocks must be contiguous, and whole 16 bytes apart")
+    _check("weights", weights, torch.float32, (batch * next_n, heads), q.device, strided=True)
+    counts = next_n if context_lens.shape[1:] == (next_n,) else 1
+    shape = (batch,) if len(context_lens.shape) == 1 else (batch, counts)
+    _check("context_lens", context_lens, torch.int32, shape, q.device, strided=True)
+    _check("block_table", block_table, torch.int32, (batch, block_table.shape[-1]), q.device)
+    _check_answer(out, batch * next_n, max_len, q.device)
+    limit = min(max_len, block_table.shape[1] * BLOCK)
+    config = config or tune.paged(_capability(q.device))
+    columns = tune.paged_columns(heads, next_n, config)
+    groups = -(-next_n // (columns // heads))
+    shares = min(batch * -(-limit // BLOCK), max(1, sms * config.per_sm // groups))
+    return Launch(
+        groups * shares,
+        (
+            batch, next_n, counts, limit, groups,
+            q.strides[0] // 16, q.strides[1] // 16, q.strides[2] // 16, cache.strides[0] // 16, *weights.strides,
+            context_lens.strides[0], context_lens.strides[1] if counts > 1 else 0, block_table.strides[0],
+        ),
+        {
+            "HEADS": heads, "COLUMNS": columns, "SCAN": tune.SCAN, "STAGES": config.stages,
+            "num_warps": config.warps, "enable_fp_fusion": True,
+        },
+    )  # fmt: skip
+
+
+def _answer(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Top-k wants rows of whole 16 bytes."""
+    whole = torch.empty(rows, -(-columns // 4) * 4, dtype=torch.float32, device=device)
+    return whole if whole.shape[1] == columns else whole[:, :columns]
 
 
 @lru_cache
@@ -163,42 +211,42 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else INTERPRETED
 
 
-def _operand(x: torch.Tensor, capability: tuple[int, int]) -> torch.Tensor:
+def _operand(x: torch.Tensor) -> torch.Tensor:
     """As bytes, for the kernel to convert to fp16, where the MMA does not take fp8."""
-    return x.view(torch.uint8) if x.dtype == FP8 and capability < (8, 9) else x
+    return x.view(torch.uint8) if x.dtype == FP8 and _capability(x.device) < (8, 9) else x
 
 
-def _check_query(name: str, q: torch.Tensor, dims: int, dtypes: tuple[torch.dtype, ...]) -> int:
-    if q.dim() != dims or q.shape[-1] != DIM or q.shape[-2] not in tune.HEADS or q.dtype not in dtypes:
+def _check_query(name: str, q: Form, dims: int, dtypes: tuple[torch.dtype, ...]) -> int:
+    if len(q.shape) != dims or q.shape[-1] != DIM or q.shape[-2] not in tune.HEADS or q.dtype not in dtypes:
         raise ValueError(
-            f"{name} is {list(q.shape)} of {q.dtype}, expected {dims} dimensions, the last two heads (one of "
-            f"{tune.HEADS}) and {DIM}, of {' or '.join(map(str, dtypes))}"
+            f"{name} is {q}, expected {dims} dimensions, the last two heads (one of {tune.HEADS}) and {DIM}, of "
+            f"{' or '.join(map(str, dtypes))}"
         )
     _check_alignment(name, q)
     return q.shape[-2]
 
 
-def _check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """Rows are read 16 bytes at a time."""
-    unit = 16 // tensor.element_size()
-    if tensor.stride(-1) != 1 or any(s % unit for s in tensor.stride()[:-1]) or tensor.data_ptr() % 16:
+def _check_alignment(name: str, found: Form) -> None:
+    if not found.in_16_bytes:
         raise ValueError(
-            f"{name} has strides {tensor.stride()} and offset {tensor.storage_offset()}: its last dimension must be "
-            f"contiguous, all else whole 16 bytes"
+            f"{name} has strides {found.strides}, begins at {'' if found.aligned else 'no '}whole 16 bytes: its last "
+            f"dimension must be contiguous, all else whole 16 bytes"
         )
 
 
+def _check_answer(out: Form | None, rows: int, columns: int, device: torch.device) -> None:
+    if columns < 0:
+        raise ValueError(f"the answer has {columns} columns")
+    if out is not None:
+        _check("out", out, torch.float32, (rows, columns), device)
+
+
 def _check(
-    name: str,
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device,
-    strided: bool = False,
+    name: str, found: Form, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, strided: bool = False
 ) -> None:
-    contiguous = strided or tensor.shape[-1:].numel() <= 1 or tensor.stride(-1) == 1
-    if tensor.dtype != dtype or tensor.shape != shape or not contiguous or tensor.device != device:
+    contiguous = strided or found.shape[-1:].numel() <= 1 or found.strides[-1] == 1
+    if found.dtype != dtype or found.shape != shape or not contiguous or found.device != device:
         raise ValueError(
-            f"{name} is {list(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()} on {tensor.device}, "
-            f"expected {dtype} {list(shape)} on {device}{'' if strided else ', its last dimension contiguous'}"
+            f"{name} is {found}, expected {dtype} {list(shape)} on {device}"
+            f"{'' if strided else ', its last dimension contiguous'}"
         )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from shim.kernels.host import Compiled, Form, Launch, form
 from shim.kernels.topk import kernel, tune
 
-log = logging.getLogger(__name__)
-_compiled = -1  # how many variants there were after warm-up; -1: no warm-up yet
+compiled = Compiled("topk", kernel.whole_rows, kernel.shared_rows)
 
 
 class Workspace:
@@ -37,6 +36,7 @@ class Workspace:
         return self
 
     def _allocate(self, slots: int, shared: int, device: torch.device) -> None:
+        self.slots, self.shared = slots, shared
         self.values = torch.empty(slots, tune.CAPACITY, dtype=torch.int32, device=device)
         self.indices = torch.empty_like(self.values)
         self.ties = torch.empty(slots, tune.MOST, dtype=torch.int32, device=device)
@@ -45,10 +45,10 @@ class Workspace:
 
     def check(self, plan: tune.Plan, rows: int, device: torch.device) -> None:
         slots, shared = plan.slots(rows), rows if plan.parts > 1 else 0
-        if slots > len(self.values) or shared > len(self.counts):
+        if slots > self.slots or shared > self.shared:
             raise ValueError(
-                f"workspace is for {len(self.values)} programs and {len(self.counts)} shared rows, this call has "
-                f"{slots} and {shared}"
+                f"workspace is for {self.slots} programs and {self.shared} shared rows, this call has {slots} and "
+                f"{shared}"
             )
         if self.values.device != device:
             raise ValueError(f"workspace is on {self.values.device}, logits on {device}")
@@ -79,36 +79,57 @@ def topk(
     Returns int32 [M, k] in no particular order, which may differ from call to call; -1 where the window holds fewer
     than k. Ties are cut anywhere. ValueError names an argument that does not fit.
     """
-    shared_lengths = _check(logits, lengths, k, starts, next_n)
-    rows, columns = logits.shape
+    rows, device = logits.shape[0], logits.device
+    plan, launch = _launch(
+        form(logits), form(lengths), k, None if out is None else form(out), None if starts is None else form(starts),
+        next_n, plan, sm_count(device),
+    )  # fmt: skip
     if out is None:
-        out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
-    _check_output(out, logits, k)
+        out = torch.empty(rows, k, dtype=torch.int32, device=device)
     if rows == 0:
         return out
-    plan = plan or tune.plan(rows, columns, sm_count(logits.device))
     if workspace is None:
-        workspace = Workspace.of(plan, rows, logits.device)
-    workspace.check(plan, rows, logits.device)
-    stride = logits.stride(0) if rows > 1 else 0
-    buffers = (workspace.values, workspace.indices, workspace.ties)
-    arguments = (
-        columns, k, next_n if next_n and shared_lengths else 1, stride, out.stride(0)
+        workspace = Workspace.of(plan, rows, device)
+    workspace.check(plan, rows, device)
+    tensors = (
+        logits.view(torch.int32), lengths, lengths if starts is None else starts, out,
+        workspace.values, workspace.indices, workspace.ties,
     )  # fmt: skip
-    bits, first = logits.view(torch.int32), lengths if starts is None else starts
+    if plan.parts > 1:
+        kernel.shared_rows[(launch.programs,)](
+            *tensors, workspace.counts, workspace.arrived, *launch.numbers, **launch.options
+        )
+    else:
+        kernel.whole_rows[(launch.programs,)](*tensors, *launch.numbers, **launch.options)
+    compiled.tell(launch)
+    return out
+
+
+@lru_cache(maxsize=512)  # the forms of a prefill are those of one step, in all layers
+def _launch(
+    logits: Form,
+    lengths: Form,
+    k: int,
+    out: Form | None,
+    starts: Form | None,
+    next_n: int | None,
+    plan: tune.Plan | None,
+    sms: int,
+) -> tuple[tune.Plan, Launch]:
+    """Checks and plans `topk`."""
+    shared_lengths = _check(logits, lengths, k, starts, next_n)
+    if out is not None:
+        _check_output(out, logits, k)
+    rows, columns = logits.shape
+    plan = plan or tune.plan(rows, columns, sms)
+    numbers = (
+        columns, k, next_n if next_n and shared_lengths else 1, logits.strides[0] if rows > 1 else 0,
+        out.strides[0] if out is not None else k,
+    )  # fmt: skip
     how = constants(plan.config, starts is not None) | options(plan.config)
     if plan.parts > 1:
-        kernel.shared_rows[(rows * plan.parts,)](
-            bits, lengths, first, out, *buffers, workspace.counts, workspace.arrived, *arguments, plan.parts,
-            **how,
-        )  # fmt: skip
-    else:
-        kernel.whole_rows[(plan.slots(rows),)](
-            bits, lengths, first, out, *buffers, rows, *arguments, **how,
-        )  # fmt: skip
-    if _compiled >= 0:
-        _tell_if_compiled(rows, columns, starts is not None, plan)
-    return out
+        return plan, Launch(rows * plan.parts, (*numbers, plan.parts), how)
+    return plan, Launch(plan.slots(rows), (rows, *numbers), how)
 
 
 @lru_cache
@@ -143,7 +164,6 @@ def variants(max_rows: int, max_columns: int, sms: int) -> list[tuple[int, int, 
 
 def warm_up(k: int, max_rows: int, max_columns: int, device: torch.device | str) -> int:
     """Launches each variant once, so that it is compiled and loaded before a graph is captured. Returns how many."""
-    global _compiled
     device = torch.device(device)
     count = 0
     for rows, columns, plan in variants(max_rows, max_columns, sm_count(device)):
@@ -152,7 +172,7 @@ def warm_up(k: int, max_rows: int, max_columns: int, device: torch.device | str)
         for starts in (None, lengths):
             topk(logits, lengths, k, starts=starts, plan=plan)
             count += 1
-    _compiled = _variants_compiled()
+    compiled.warm(device)
     return count
 
 
@@ -161,34 +181,10 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _variants_compiled() -> int:
-    """Variants of our kernels in this process; 0 where this Triton does not show them."""
-    try:
-        caches = [c for k in (kernel.whole_rows, kernel.shared_rows) for c in k.device_caches.values()]
-        return sum(len(cache[0]) for cache in caches)
-    except (AttributeError, TypeError, IndexError):
-        return 0
-
-
-def _tell_if_compiled(rows: int, columns: int, starts: bool, plan: tune.Plan) -> None:
-    global _compiled
-    if (count := _variants_compiled()) > _compiled:
-        _compiled = count
-        log.warning(
-            "topk compiled a variant after warm-up: %d rows of %d columns, starts %s, %s",
-            rows, columns, starts, plan,
-        )  # fmt: skip
-
-
-def _check(
-    logits: torch.Tensor, lengths: torch.Tensor, k: int, starts: torch.Tensor | None, next_n: int | None
-) -> bool:
+def _check(logits: Form, lengths: Form, k: int, starts: Form | None, next_n: int | None) -> bool:
     """Whether one length stands for next_n rows."""
-    if logits.dim() != 2 or logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.stride(1) != 1):
-        raise ValueError(
-            f"logits is {list(logits.shape)} of {logits.dtype} with strides {logits.stride()}, expected float32 "
-            f"[M, N], its last dimension contiguous"
-        )
+    if len(logits.shape) != 2 or logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.strides[1] != 1):
+        raise ValueError(f"logits is {logits}, expected float32 [M, N], its last dimension contiguous")
     if not 1 <= k <= tune.MOST:
         raise ValueError(f"k is {k}, expected 1 to {tune.MOST}")
     rows = logits.shape[0]
@@ -198,22 +194,21 @@ def _check(
         shapes = [(rows // next_n,), (rows // next_n, 1), (rows // next_n, next_n)]
     else:
         raise ValueError(f"next_n is {next_n}, expected a divisor of {rows} rows")
-    for name, tensor, allowed in (("lengths", lengths, shapes), ("starts", starts, [(rows,)])):
-        if tensor is None:
+    for name, found, allowed in (("lengths", lengths, shapes), ("starts", starts, [(rows,)])):
+        if found is None:
             continue
-        if tensor.dtype != torch.int32 or tuple(tensor.shape) not in allowed or not tensor.is_contiguous():
+        if found.dtype != torch.int32 or found.shape not in allowed or not found.contiguous:
             raise ValueError(
-                f"{name} is {list(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}, expected contiguous "
-                f"int32 {' or '.join(str(list(shape)) for shape in allowed)}"
+                f"{name} is {found}, expected contiguous int32 {' or '.join(str(list(shape)) for shape in allowed)}"
             )
-        if tensor.device != logits.device:
-            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}")
-    return lengths.numel() != rows
+        if found.device != logits.device:
+            raise ValueError(f"{name} is on {found.device}, logits on {logits.device}")
+    return lengths.shape.numel() != rows
 
 
-def _check_output(out: torch.Tensor, logits: torch.Tensor, k: int) -> None:
+def _check_output(out: Form, logits: Form, k: int) -> None:
     shape = (logits.shape[0], k)
     if out.shape != shape or out.dtype != torch.int32 or out.device != logits.device:
-        raise ValueError(f"out is {list(out.shape)} of {out.dtype} on {out.device}, expected int32 {list(shape)}")
-    if (k > 1 and out.stride(1) != 1) or (shape[0] > 1 and out.stride(0) < k):
-        raise ValueError(f"out has strides {out.stride()}, expected rows at least {k} apart, their columns contiguous")
+        raise ValueError(f"out is {out}, expected int32 {list(shape)}")
+    if (k > 1 and out.strides[1] != 1) or (shape[0] > 1 and out.strides[0] < k):
+        raise ValueError(f"out has strides {out.strides}, expected rows at least {k} apart, their columns contiguous")
