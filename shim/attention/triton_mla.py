@@ -50,6 +50,7 @@ class TritonMLASparseImpl(SparseMLAImpl):
             torch.uint8 if fp8 else config.model_config.dtype,
             torch.device("cuda", torch.cuda.current_device()),
             config.model_config.hf_text_config.index_topk,
+            config.model_config.max_model_len,
         )
 
     def attend(
@@ -64,13 +65,16 @@ class TritonMLASparseImpl(SparseMLAImpl):
             metadata.seq_lens,
             self.scale,
             workspace=self._workspace,
+            neighbours=topk.shape[0] // max(1, metadata.num_reqs),
         )
 
 
 @lru_cache
-def _workspace(max_tokens: int, heads: int, cache_dtype: torch.dtype, device: torch.device, columns: int) -> Workspace:
+def _workspace(
+    max_tokens: int, heads: int, cache_dtype: torch.dtype, device: torch.device, columns: int, positions: int
+) -> Workspace:
     """One for all layers of a model: they run one after the other on one stream."""
-    return Workspace(max_tokens, heads, cache_dtype, device, columns)
+    return Workspace(max_tokens, heads, cache_dtype, device, columns, positions=positions)
 
 
 class TritonMLASparseBackend(SparseMLABackend):

@@ -267,7 +267,10 @@ def _attend(config: Any, fp8: bool, split: bool, capability: int) -> dict[str, A
 
     from shim.kernels.sparse_mla import kernel, launch
 
-    types = dict.fromkeys(("topk", "req_ids", "table", "seq_lens"), "*i32") | {"scale": "fp32", "lse": "*fp32"}
+    types = dict.fromkeys(("topk", "req_ids", "table", "seq_lens", "counts"), "*i32") | {
+        "scale": "fp32",
+        "lse": "*fp32",
+    }
     types |= {"q_latent": "*bf16", "q_rope": "*bf16", "cache": "*u8" if fp8 else "*bf16"}
     types["out"] = "*fp32" if split else "*bf16"
     constants = launch.constants(config, torch.uint8 if fp8 else torch.bfloat16, 64, True)

@@ -3,8 +3,11 @@
 As a script this file compiles what it is told and prints one JSON object per kernel (compile_gate.py).
 """
 
+import hashlib
 import itertools
 import json
+import os
+from pathlib import Path
 
 import compile_gate
 import pytest
@@ -14,24 +17,45 @@ Q, OWN, FP32, FP8 = ("bf16", "fp16"), "own", "fp32", "u8"
 
 
 def jobs() -> list[dict]:
-    """All for 12.0, every configuration for 12.1, the narrowest and the widest for the rest."""
+    """All for 12.0, whose PTX is assembled for 12.1 as well; of both kinds of cache one for the rest. A kernel of half
+    a second takes ten to compile: fp16 with partial results, and 9.0, 8.9 and 8.0 at both ends of the tables, come with
+    GLM5_SHIM_EVERY_RELEASE=1."""
     from shim.kernels.sparse_mla import tune
 
-    pairs = [(fp8, name) for fp8, table in tune.BY_HEADS.items() for name in table]
+    every = os.environ.get("GLM5_SHIM_EVERY_RELEASE") == "1"
+    variants = [(q, out) for q, out in itertools.product(Q, (OWN, FP32)) if every or (q, out) != ("fp16", FP32)]
     full = [
         {"cap": 120, "fp8": fp8, "heads": heads, "q": q, "out": out}
-        for (fp8, heads), (q, out) in itertools.product(pairs, itertools.product(Q, (OWN, FP32)))
+        for fp8, table in tune.BY_HEADS.items()
+        for heads, (q, out) in itertools.product(table, variants)
     ]
-    ends = [(fp8, name) for fp8, table in tune.BY_HEADS.items() for name in (min(table), max(table))]
+    ends = {False: [max(tune.BY_HEADS[False])], True: [min(tune.BY_HEADS[True])]}
+    if every:
+        ends = {fp8: [min(table), max(table)] for fp8, table in tune.BY_HEADS.items()}
     other = [
         {"cap": cap, "fp8": fp8, "heads": heads, "q": "bf16", "out": OWN}
-        for cap, some in {121: pairs, 90: ends, 89: ends, 80: ends}.items()
-        for fp8, heads in some
+        for cap in (90, 89, 80)
+        for fp8, some in ends.items()
+        for heads in some
     ]
-    merges = [{"cap": cap, "q": q, "merge": True} for cap in (120, 121, 90, 89, 80) for q in Q]
-    return full + other + merges
+    # gathers that tokens share, and the tokens that are left over; and what takes the shared memory of 9.0
+    alike = [
+        {"cap": 120, "fp8": fp8, "heads": heads, "q": q, "out": OWN, "from": "SHARED"}
+        for fp8, table in tune.SHARED.items()
+        for heads, q in itertools.product(table, Q)
+    ]
+    alike += [{"cap": 120, "fp8": False, "heads": 8, "q": "bf16", "out": OWN, "left": 8}]
+    alike += [
+        {"cap": 90, "fp8": fp8, "heads": heads, "q": "bf16", "out": OWN, "from": name}
+        for name, heads in (("SHARED_LARGE", 8), ("LARGE", 64))
+        for fp8 in (False, True)
+    ]
+    merges = [{"cap": cap, "q": q, "alone": "merge"} for cap in (120, 90, 89, 80) for q in Q]
+    unions = [{"cap": cap, "q": "bf16", "alone": name} for cap in (120, 90) for name in ("mark", "rank", "fill")]
+    return full + alike + other + merges + unions
 
 
+WHOLE_121 = {"cap": 121, "fp8": False, "heads": 8, "q": "bf16", "out": OWN}
 TOO_LARGE = {"cap": 120, "fp8": False, "q": "bf16", "out": OWN, "config": [64, 64, 128, 7, 8, 1]}
 SPILLS = {"cap": 120, "fp8": False, "q": "bf16", "out": OWN, "config": [32, 8, 64, 7, 1, 1]}
 
@@ -39,32 +63,60 @@ SPILLS = {"cap": 120, "fp8": False, "q": "bf16", "out": OWN, "config": [32, 8, 6
 def compile_one(job: dict) -> dict:
     import torch
 
-    from shim.kernels.sparse_mla import kernel, launch, tune
+    from shim.kernels.sparse_mla import kernel, launch, tune, union
 
     q = job["q"]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[q]
-    if job.get("merge"):
+    if job.get("alone") == "merge":
         function, constants, warps = kernel.merge, launch.MERGE_CONSTANTS, tune.MERGE_WARPS
         pointers = {"part_out": "fp32", "part_lse": "fp32", "out": q, "lse": "fp32"}
+    elif "alone" in job:
+        function = getattr(union, job["alone"])
+        constants, warps = {"GROUP": 8, "BLOCK": union.COLUMNS}, 4
+        if job["alone"] == "rank":
+            constants, warps = {"GROUP": 8, "BLOCK": union.WORDS, "CLEAR": union.CLEARED}, 8
+        pointers = dict.fromkeys(("topk", "req_ids", "seq_lens", "bits", "before", "entries", "counts"), "i32")
     else:
         cache = torch.uint8 if job["fp8"] else dtype
-        config = tune.Config(*job["config"]) if "config" in job else tune.config_for(job["heads"], cache)
-        function, constants, warps = kernel.attend, launch.constants(config, cache, 64, job["cap"] >= 89), config.warps
+        config = tune.config_for(job.get("heads", 8), cache, large=job.get("from") == "LARGE")
+        if "config" in job:
+            config = tune.Config(*job["config"])
+        elif "SHARED" in job.get("from", ""):
+            config = tune.sharing(tune.SHARE_FROM, job["heads"], cache, large=job["from"] == "SHARED_LARGE")
+        constants = launch.constants(config, cache, 64, job["cap"] >= 89, job.get("left", 0))
+        function, warps = kernel.attend, config.warps
         out = q if job["out"] == OWN else job["out"]
         pointers = {"q_latent": q, "q_rope": q, "cache": FP8 if job["fp8"] else q, "out": out, "lse": "fp32"}
-        pointers |= dict.fromkeys(("topk", "req_ids", "table", "seq_lens"), "i32")
+        pointers |= dict.fromkeys(("topk", "req_ids", "table", "seq_lens", "counts"), "i32")
     types = {name: f"*{kind}" for name, kind in pointers.items()} | {"scale": "fp32"}
     aligned = {"q_latent", "q_rope", "cache", "out", "part_out", "part_lse"}
     row = compile_gate.build(function, types, constants, job["cap"], warps, aligned)
-    return row | {"config": "merge" if job.get("merge") else repr(config)}
+    if job["cap"] >= 120:
+        ptx = files["ptx"].read_text()
+        row["ptx"] = hashlib.sha256(ptx.replace(f".target sm_{job['cap']}a", ".target").encode()).hexdigest()
+    if job["cap"] == 120:
+        row["on_121"] = assembled(ptx, 121)
+    return row | {"config": job["alone"] if "alone" in job else repr(config)}
+
+
+def assembled(ptx: str, capability: int) -> dict:
+    """The resources of what was compiled for 12.0, assembled by Triton's ptxas for another card of its family."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    backend = CUDABackend(GPUTarget("cuda", capability, 32))
+    ptx = ptx.replace(".target sm_120a", f".target sm_{capability}a")
+    cubin = backend.make_cubin(ptx, {}, backend.parse_options({"enable_fp_fusion": True}), capability)
+    return compile_gate.resources(cubin, Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
 
 
 def refuse(row: dict) -> list[str]:
     """Why this kernel may not be launched on 12.x."""
     problems = compile_gate.refuse(row)
-    if not row.get("merge") and not row["mma_sync"]:
+    if "alone" not in row and not row["mma_sync"]:
         problems.append("no mma.sync")
-    if not row.get("merge") and not row["async16"]:
+    if "alone" not in row and not row["async16"]:
         problems.append("the gather is not asynchronous")
     return problems
 
@@ -72,11 +124,12 @@ def refuse(row: dict) -> list[str]:
 @pytest.fixture(scope="module")
 def rows():
     pytest.importorskip("triton")
-    return compile_gate.compile_all(__file__, [*jobs(), TOO_LARGE, SPILLS])
+    found = compile_gate.compile_all(__file__, [*jobs(), WHOLE_121, TOO_LARGE, SPILLS])
+    return found + [row | row["on_121"] | {"cap": 121} for row in found if "on_121" in row]
 
 
 def selectable(rows: list[dict]) -> list[dict]:
-    return [row for row in rows if row.get("merge") or "heads" in row]
+    return [row for row in rows if "alone" in row or "heads" in row]
 
 
 def test_all_fit_12x(rows, capsys):
@@ -84,7 +137,7 @@ def test_all_fit_12x(rows, capsys):
         f"{'sm':>4} {'heads':>5} {'q':>4} {'kv':>4} {'out':>4} {'shared':>7} {'regs':>4} {'warps/SM':>8} mma  config"
     ]
     for row in selectable(rows):
-        kv = "-" if row.get("merge") else "fp8" if row["fp8"] else row["q"]
+        kv = "-" if "alone" in row else "fp8" if row["fp8"] else row["q"]
         table.append(
             f"{row['cap']:>4} {row.get('heads', '-'):>5} {row['q']:>4} {kv:>4} {row.get('out', 'own'):>4} "
             f"{row['shared']:>7} {row['registers']:>4} {resident_warps(row):>8} {row['mma']:>3}  {row['config']}"
@@ -94,8 +147,10 @@ def test_all_fit_12x(rows, capsys):
     refused = {f"{row['cap']} {row['config']} {row['q']}": why for row in selectable(rows) if row["cap"] >= 120
                and (why := refuse(row))}  # fmt: skip
     assert not refused, json.dumps(refused, indent=1)
+    large = [row for row in rows if row["cap"] == 90 and "from" in row]  # its registers spill: a smaller tile is slower
+    assert large and all(row["shared"] <= 227 << 10 for row in large), large
     assert {row["cap"] for row in rows} == {120, 121, 90, 89, 80}
-    assert all(row["mma"] for row in selectable(rows) if not row.get("merge"))
+    assert all(row["mma"] for row in selectable(rows) if "alone" not in row)
 
 
 def test_every_plan_was_compiled(rows):
@@ -109,8 +164,14 @@ def test_every_plan_was_compiled(rows):
         assert repr(tune.configuration(tokens, heads, dtype, 188).config) in compiled
 
 
+def test_121_has_the_ptx_of_120(rows):
+    """So that what is assembled for 12.1 is what Triton would launch there."""
+    (whole,) = (row for row in rows if row["cap"] == 121 and "on_121" not in row)
+    assert whole in [{key: row.get(key) for key in whole} for row in rows if "on_121" in row]
+
+
 def test_what_does_not_fit_is_refused(rows):
-    large, spilling = (row for row in rows if not row.get("merge") and "heads" not in row)
+    large, spilling = (row for row in rows if "alone" not in row and "heads" not in row and row["cap"] == 120)
     if large["shared"] < spilling["shared"]:
         large, spilling = spilling, large
     assert any("shared memory" in why for why in refuse(large))
@@ -118,4 +179,10 @@ def test_what_does_not_fit_is_refused(rows):
 
 
 if __name__ == "__main__":
+    import triton
+
+    files = {}  # of the kernel compiled last, by kind
+    triton.knobs.compilation.listener = lambda *, metadata_group, **_: files.update(
+        {path.rpartition(".")[2]: Path(path) for path in metadata_group.values()}
+    )
     compile_gate.main(compile_one)

@@ -249,7 +249,7 @@ def test_graph_replay_equals_eager(tokens, kv):
     """Bit for bit, also for other indices than those of the capture; and nothing compiles after warm-up."""
     inputs, indices = problem(tokens, 8, 2048, kv, lengths=(5000, 3000))
     launch.warm_up(8, torch.bfloat16, inputs[1].dtype, PAGE, 512, DEVICE)
-    before = launch._variants_compiled()
+    before = launch.compiled.count()
     workspace = launch.Workspace(512, 8, inputs[1].dtype, DEVICE)
     topk, *rest = indices
     graph = torch.cuda.CUDAGraph()
@@ -266,7 +266,7 @@ def test_graph_replay_equals_eager(tokens, kv):
         eager = run(inputs, (topk, *rest))
         assert torch.equal(out, eager[0]) and torch.equal(lse, eager[1])
         check((out, lse), truth(inputs, (topk, *rest)))
-    assert launch._variants_compiled() == before > 0
+    assert launch.compiled.count() == before > 0
 
 
 @needs_gpu

@@ -63,7 +63,7 @@ class Case:
         def one(s: int) -> Run:
             return lambda: launch.sparse_mla(
                 self.q[s], self.cache, self.topk[s], self.req_ids, self.table, self.seq_lens, SCALE,
-                self.out, self.lse, workspace, plan,
+                self.out, self.lse, workspace, self.tokens, plan,
             )  # fmt: skip
 
         return [one(s) for s in range(SETS)]
@@ -122,8 +122,8 @@ def compare(tokens: int, heads: int, kv: str, keep: float | None = None) -> dict
     """One line of the table: ours, each native kernel that takes this case, and the gather alone."""
     case = Case(tokens, heads, kv, keep=keep)
     sms = launch.sm_count(case.q.device)
-    plan = tune.configuration(tokens, heads, case.cache.dtype, sms)
-    workspace = launch.Workspace(max(tokens, 1), heads, case.cache.dtype, "cuda")
+    plan = tune.configuration(tokens, heads, case.cache.dtype, sms, large=launch.is_large(case.q.device))
+    workspace = launch.Workspace(max(tokens, 1), heads, case.cache.dtype, "cuda", positions=ROWS)
     row: dict[str, Any] = {"tokens": tokens, "heads": heads, "kv": kv, "keep": keep, "plan": str(plan)}
     runs = case.ours(workspace=workspace)
     case.out.fill_(torch.nan)
@@ -183,13 +183,13 @@ def tune_case(tokens: int, heads: int, kv: str, deadline: float) -> list[tuple[f
     case = Case(tokens, heads, kv)
     sms = launch.sm_count(case.q.device)
     found: list[tuple[float, tune.Plan]] = []
-    default = tune.configuration(tokens, heads, case.cache.dtype, sms)
+    default = tune.configuration(tokens, heads, case.cache.dtype, sms, large=launch.is_large(case.q.device))
     base = default.config
     configs = [base, *(c for c in neighbours(base, kv == "fp8") if c != base)]
     for config in configs:
         programs = tokens * -(-heads // config.block_n)
         tiles = COLUMNS // config.block_k
-        counts = {tune.splits(programs, tiles, sms * per_sm) for per_sm in (1, 2, 3, 4)} if tokens < 4096 else {1}
+        counts = {tune.splits(programs, tiles, sms * per_sm, sms) for per_sm in (1, 2, 3, 4)} if tokens < 4096 else {1}
         for splits in sorted(counts):
             if time.monotonic() > deadline:
                 return sorted(found, key=lambda f: f[0])

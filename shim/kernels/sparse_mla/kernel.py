@@ -14,6 +14,10 @@ The latent is taken in pieces, because an fp8 row has one scale per 128 values. 
 exact in fp16: the scale multiplies the fp32 partial score, and goes into P for the output. The query meets them as
 fp16, over a power of two of its own that keeps it in range; P as fp16, over the largest scale of the tile.
 
+With GROUP > 1 a program is a group of neighbouring tokens instead: it walks the union of their rows once (`union.py`),
+and each row counts for the tokens that chose it. GROUP times the heads then fill the MMA, and a row that all of them
+chose is gathered once.
+
 Sources: DeepSeek's FlashMLA (sparse decode: one latent for keys and values, softmax in base 2); flash-decoding (split-K
 whose shares leave normalised outputs and an LSE); FlashAttention 2 (online softmax).
 """
@@ -29,7 +33,7 @@ FAR: tl.constexpr = tl.constexpr(-1.0e30)  # "minus infinity" that can be subtra
 # No variant per value (1, a multiple of 16) or per alignment of these. Strides are counted in 16 bytes, which tells the
 # compiler as much; the caller checks it, and the alignment of the other pointers.
 _ATTEND_ANY = [
-    "topk", "req_ids", "table", "seq_lens", "lse", "heads", "columns", "span", "splits",
+    "topk", "req_ids", "table", "seq_lens", "counts", "lse", "tokens", "heads", "columns", "span", "splits",
     "q_latent_t", "q_latent_n", "q_rope_t", "q_rope_n", "cache_block", "cache_row", "topk_t", "table_r",
     "out_t", "out_s", "out_n", "lse_t", "lse_s", "lse_n",
 ]  # fmt: skip
@@ -82,8 +86,8 @@ def _values_of(piece, TILE: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def _query(q, n, d, mask, stride_n):
-    return tl.load(q + n[:, None] * stride_n * 8 + d[None, :], mask=mask[:, None], other=0)  # [N, TILE]
+def _query(q, row, d, mask):
+    return tl.load(q + row[:, None] * 8 + d[None, :], mask=mask[:, None], other=0)  # [N, TILE]
 
 
 @triton.jit
@@ -113,8 +117,8 @@ def _last_chosen(row, first, stop, length, SCAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=_ATTEND_ANY)
 def attend(
-    q_latent, q_rope, cache, topk, req_ids, table, seq_lens, out, lse,
-    scale, heads, columns, span, splits,
+    q_latent, q_rope, cache, topk, req_ids, table, seq_lens, counts, out, lse,
+    scale, tokens, heads, columns, span, splits,
     q_latent_t, q_latent_n, q_rope_t, q_rope_n,  # in 16 bytes
     cache_block, cache_row,  # in 16 bytes
     topk_t, table_r,  # in values
@@ -122,29 +126,59 @@ def attend(
     lse_t, lse_s, lse_n,  # in values
     PAGE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
     FP8: tl.constexpr, CVT: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Share `split` is columns [split * span, split * span + span) of the row. It writes attention over these alone."""
-    groups = tl.cdiv(heads, BLOCK_N)
+    """Share `split` is columns [split * span, split * span + span) of the row. It writes attention over these alone.
+
+    GROUP > 1: `topk` holds entries of unions, position * 256 + one bit per token of the group, and `counts` how many;
+    a group without a union (count -1) is left to a launch with LEFT, the tokens of a group, which does only those.
+    """
+    HEADS: tl.constexpr = BLOCK_N // GROUP
+    groups = tl.cdiv(heads, HEADS)
     pid = tl.program_id(0)  # groups of one token run side by side: their rows meet in L2
     group = pid % groups
     split = (pid // groups) % splits
-    t = (pid // groups // splits).to(tl.int64)
-    n = (group * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    which = (pid // groups // splits).to(tl.int64)  # a token, or a group of tokens
+    if LEFT > 0:  # noqa: SIM102 - `and` would read `counts` where there is none
+        if tl.load(counts + which // LEFT) >= 0:
+            return
+    row = topk + which * topk_t
+    t = which * GROUP
+    n = (group * HEADS + tl.arange(0, BLOCK_N) % HEADS).to(tl.int64)
+    member = tl.arange(0, BLOCK_N) // HEADS  # which token of the group
     in_heads = n < heads
+    if GROUP > 1:
+        in_heads &= t + member < tokens
 
-    row = topk + t * topk_t
     request = tl.load(req_ids + t).to(tl.int64)
-    length = tl.load(seq_lens + request)
     blocks = table + request * table_r
-    first = split * span
-    stop = _last_chosen(row, first, tl.minimum(first + span, columns), length, SCAN)
+    if GROUP > 1:
+        first = 0
+        stop = tl.load(counts + which)
+        if stop < 0:  # no union
+            return
+    else:
+        length = tl.load(seq_lens + request)
+        first = split * span
+        stop = tl.minimum(first + span, columns)
+        if span > SCAN // 2:  # else it costs more than the few tiles that it can save
+            stop = _last_chosen(row, first, stop, length, SCAN)
 
+    row_latent = n * q_latent_n
+    row_rope = n * q_rope_n
+    row_out = n * out_n
+    row_lse = n * lse_n
+    if GROUP > 1:
+        row_latent += member * q_latent_t
+        row_rope += member * q_rope_t
+        row_out += member * out_t
+        row_lse += member * lse_t
     q_latent += t * q_latent_t * 8
     q_rope += t * q_rope_t * 8
     q = ()
     for i in tl.static_range(PIECES):
-        q += (_query(q_latent, n, _values_of(i, TILE, FP8), in_heads, q_latent_n),)
-    q_r = _query(q_rope, n, tl.arange(0, 64), in_heads, q_rope_n)
+        q += (_query(q_latent, row_latent, _values_of(i, TILE, FP8), in_heads),)
+    q_r = _query(q_rope, row_rope, tl.arange(0, 64), in_heads)
     if FP8:
         unit, q = _in_fp16(q, PIECES, BLOCK_N)
 
@@ -159,7 +193,14 @@ def attend(
     for start in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_K)
         position = tl.load(row + column, mask=column < stop, other=-1)
-        chosen = (position >= 0) & (position < length)
+        if GROUP > 1:
+            chosen = position >= 0
+            by_row = ((position[None, :] >> member[:, None]) & 1) != 0
+            by_row &= chosen[None, :]  # [N, BLOCK_K]
+            position = position >> 8
+        else:
+            chosen = (position >= 0) & (position < length)
+            by_row = chosen[None, :]
         position = tl.where(chosen, position, 0)
         block = tl.load(blocks + position // PAGE, mask=chosen, other=0).to(tl.int64)
         rows = cache + (block * cache_block + (position % PAGE) * cache_row) * (16 if FP8 else 8)  # [BLOCK_K]
@@ -192,9 +233,9 @@ def attend(
             for i in tl.static_range(PIECES):
                 s = tl.dot(q[i], k[i], s)
 
-        s = tl.where(chosen[None, :], s * (scale * LOG2E), FAR)
+        s = tl.where(by_row, s * (scale * LOG2E), FAR)
         new_top = tl.maximum(top, tl.max(s, 1))
-        p = tl.where(chosen[None, :], tl.exp2(s - new_top[:, None]), 0.0)
+        p = tl.where(by_row, tl.exp2(s - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
         top = new_top
@@ -216,10 +257,10 @@ def attend(
     inverse = tl.where(full, 1.0 / tl.where(full, total, 1.0), 0.0)[None, :]
     out += t * out_t * 8 + split * out_s * 8
     for i in tl.static_range(PIECES):
-        place = n[None, :] * out_n * 8 + _values_of(i, TILE, FP8)[:, None]  # [TILE, N]
+        place = row_out[None, :] * 8 + _values_of(i, TILE, FP8)[:, None]  # [TILE, N]
         tl.store(out + place, (acc[i] * inverse).to(out.dtype.element_ty), mask=in_heads[None, :])
     result = tl.where(full, (top + tl.log2(tl.where(full, total, 1.0))) * LN2, float("-inf"))
-    tl.store(lse + t * lse_t + split * lse_s + n * lse_n, result, mask=in_heads)
+    tl.store(lse + t * lse_t + split * lse_s + row_lse, result, mask=in_heads)
 
 
 @triton.jit(do_not_specialize=_MERGE_ANY)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from shim.kernels.sparse_mla import interpret, kernel, tune
+from shim.kernels.host import Compiled, Form, Launch, form
+from shim.kernels.sparse_mla import interpret, kernel, tune, union
 from shim.kernels.sparse_mla.reference import FP8_ROW_BYTES, LATENT, ROPE, ROW
 
-log = logging.getLogger(__name__)
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _TYPES = (torch.bfloat16, torch.float16)
-_compiled = -1  # how many variants there were after warm-up; -1: no warm-up yet
+compiled = Compiled("sparse_mla", kernel.attend, kernel.merge, union.mark, union.rank, union.fill)
 
 if triton.knobs.runtime.interpret:
     interpret.install()
@@ -33,24 +32,31 @@ class Workspace:
         device: torch.device | str,
         columns: int = 2048,
         sms: int | None = None,
+        positions: int = 0,
     ) -> None:
-        """Large enough for every call of up to `max_tokens` tokens. ValueError comes from `take`, if it is not."""
+        """Large enough for every call of up to `max_tokens` tokens. ValueError comes from `check`, if it is not.
+
+        positions: the most of a request; 0: neighbouring tokens share no gathers
+        """
         device = torch.device(device)
         count = sms or sm_count(device)
+        large = is_large(device)
         rows = 0
         for tokens in range(1, max_tokens + 1):
-            splits = tune.configuration(tokens, heads, cache_dtype, count, columns).splits
+            splits = tune.configuration(tokens, heads, cache_dtype, count, columns, large).splits
             rows = max(rows, tokens * splits * heads if splits > 1 else 0)
         self.out = torch.empty(rows * LATENT, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
+        sharing = tune.sharing(max_tokens, heads, cache_dtype, large) if positions else None
+        self.unions: union.Unions | None = None
+        if sharing is not None:
+            groups = min(-(-max_tokens // sharing.group), max(1, tune.UNION_BYTES * 8 // positions))
+            self.unions = union.Unions(groups, positions, tune.MOST_SETS * columns, device)
 
-    def take(self, tokens: int, splits: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [tokens, splits, heads, 512] and lse [tokens, splits, heads]."""
+    def check(self, tokens: int, splits: int, heads: int) -> None:
         rows = tokens * splits * heads
         if rows > self.lse.numel():
             raise ValueError(f"workspace has {self.lse.numel()} rows, {tokens} tokens x {splits} x {heads} need {rows}")
-        shape = (tokens, splits, heads)
-        return self.out[: rows * LATENT].view(*shape, LATENT), self.lse[:rows].view(shape)
 
 
 def sparse_mla(
@@ -64,7 +70,9 @@ def sparse_mla(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: Workspace | None = None,
+    neighbours: int = 0,
     plan: tune.Plan | None = None,
+    sharing: tune.Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends from each token to its chosen rows: `reference.sparse_mla`, on a GPU.
 
@@ -78,75 +86,185 @@ def sparse_mla(
     seq_lens:    int32 [R]
     scale:       softmax scale, natural-log units
     out, lse:    [T, N, 512] of q's dtype and fp32 [T, N], to be written
-    workspace:   for T that are split; without it memory is allocated
+    workspace:   for T that are split; without it memory is allocated. Needed where gathers are shared
+    neighbours:  how many tokens of a request stand side by side, on average; from two groups on they share gathers, if
+                 there are enough tokens
     plan:        another than `tune.configuration`'s (tuning, tests)
+    sharing:     another than `tune.sharing`'s (tuning, tests)
 
     Returns out and the natural-log LSE. A token with no chosen row: 0 and -inf. ValueError names an argument that does
     not fit.
     """
     latent, rope = (q[..., :LATENT], q[..., LATENT:]) if isinstance(q, torch.Tensor) else q
+    device = latent.device
+    if out is None:
+        out = torch.empty(latent.shape, dtype=latent.dtype, device=device)
+    if lse is None:
+        lse = torch.empty(latent.shape[:2], dtype=torch.float32, device=device)
+    call = _call(
+        form(latent), form(rope), form(cache), form(topk), form(req_ids), form(block_table), form(seq_lens), form(out),
+        form(lse), plan, sm_count(device), is_large(device),
+    )  # fmt: skip
+    if call is None:
+        return out, lse
+    tokens, heads, _ = latent.shape
+    if sharing is None and plan is None and workspace is not None and workspace.unions is not None:
+        sharing = tune.sharing(tokens, heads, cache.dtype, is_large(device))
+        sharing = sharing if sharing is not None and neighbours >= 2 * sharing.group else None
+    if sharing is not None:
+        if workspace is None or workspace.unions is None:
+            raise ValueError("gathers can be shared in a workspace with positions only")
+        _attend_shared(
+            latent, rope, cache, topk, req_ids, block_table, seq_lens, out, lse, scale, sharing, call.plan.config,
+            workspace.unions,
+        )  # fmt: skip
+        return out, lse
+    shares, share_lse = out, lse
+    if call.merge is not None:
+        if workspace is None:
+            rows = tokens * call.splits * heads
+            shares = torch.empty(rows * LATENT, dtype=torch.float32, device=device)
+            share_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        else:
+            workspace.check(tokens, call.splits, heads)
+            shares, share_lse = workspace.out, workspace.lse
+    kernel.attend[(call.attend.programs,)](
+        latent, rope, cache, topk, req_ids, block_table, seq_lens, topk, shares, share_lse, scale,
+        *call.attend.numbers, **call.attend.options,
+    )  # fmt: skip
+    if call.merge is not None:
+        kernel.merge[(call.merge.programs, LATENT // tune.MERGE_D)](
+            shares, share_lse, out, lse, *call.merge.numbers, **call.merge.options
+        )
+    compiled.tell(call)
+    return out, lse
+
+
+def _attend_shared(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    cache: torch.Tensor,
+    topk: torch.Tensor,
+    req_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    sharing: tune.Config,
+    alone: tune.Config,
+    unions: union.Unions,
+) -> None:
+    """Groups with a union by `sharing`, the tokens of the others by `alone`; so many at a time as `unions` holds."""
+    step = unions.groups * sharing.group
+    for first in range(0, len(topk), step):
+        part = slice(first, first + step)
+        q, results = (latent[part], rope[part]), (out[part], lse[part])
+        chosen, requests = topk[part], req_ids[part]
+        entries, counts = unions.build(chosen, requests, seq_lens, sharing.group)
+        forms = tuple(map(form, (*q, cache, block_table, *results)))
+        for config, columns, left in ((sharing, entries, 0), (alone, chosen, sharing.group)):
+            launch = _attend(*forms, form(columns), config, columns.shape[1], 1, left)
+            kernel.attend[(launch.programs,)](
+                *q, cache, columns, requests, block_table, seq_lens, counts, *results, scale,
+                *launch.numbers, **launch.options,
+            )  # fmt: skip
+            compiled.tell(launch)
+
+
+class _Call(NamedTuple):
+    plan: tune.Plan
+    splits: int
+    attend: Launch
+    merge: Launch | None
+
+
+@lru_cache(maxsize=512)  # the forms of a prefill are those of one step, in all layers
+def _call(
+    latent: Form,
+    rope: Form,
+    cache: Form,
+    topk: Form,
+    req_ids: Form,
+    block_table: Form,
+    seq_lens: Form,
+    out: Form,
+    lse: Form,
+    plan: tune.Plan | None,
+    sms: int,
+    large: bool,
+) -> _Call | None:
+    """Checks and plans `sparse_mla`. None: there is nothing to do."""
     _check(latent, rope, cache, topk, req_ids, block_table, seq_lens)
+    _check_output(out, lse, latent)
     tokens, heads, _ = latent.shape
     columns = topk.shape[1]
-    if out is None:
-        out = torch.empty(tokens, heads, LATENT, dtype=latent.dtype, device=latent.device)
-    if lse is None:
-        lse = torch.empty(tokens, heads, dtype=torch.float32, device=latent.device)
-    _check_output(out, lse, latent)
     if tokens == 0 or heads == 0:
-        return out, lse
-    plan = plan or tune.configuration(tokens, heads, cache.dtype, sm_count(latent.device), columns)
-    config = plan.config
-    tiles = max(1, -(-columns // config.block_k))
-    span = -(-tiles // plan.splits) * config.block_k
+        return None
+    plan = plan or tune.configuration(tokens, heads, cache.dtype, sms, columns, large)
+    tiles = max(1, -(-columns // plan.config.block_k))
+    span = -(-tiles // plan.splits) * plan.config.block_k
     splits = max(1, -(-columns // span))
-    if splits == 1:
-        shares, share_lse = out.unsqueeze(1), lse.unsqueeze(1)
-    elif workspace is not None:
-        shares, share_lse = workspace.take(tokens, splits, heads)
-    else:
-        shares = torch.empty(tokens, splits, heads, LATENT, dtype=torch.float32, device=latent.device)
-        share_lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=latent.device)
+    attend = _attend(latent, rope, cache, block_table, out, lse, topk, plan.config, span, splits)
+    numbers = (heads, splits, out.strides[0] // 8, out.strides[1] // 8, *lse.strides)
+    merge = Launch(tokens * heads, numbers, MERGE_CONSTANTS | {"num_warps": tune.MERGE_WARPS})
+    return _Call(plan, splits, attend, merge if splits > 1 else None)
 
-    unit = 16 // cache.element_size()
-    kernel.attend[(tokens * splits * -(-heads // config.block_n),)](
-        latent, rope, cache, topk, req_ids, block_table, seq_lens, shares, share_lse,
-        scale, heads, columns, span, splits,
-        latent.stride(0) // 8, latent.stride(1) // 8, rope.stride(0) // 8, rope.stride(1) // 8,
-        cache.stride(0) // unit, cache.stride(1) // unit, topk.stride(0), block_table.stride(0),
-        shares.stride(0) // 8, shares.stride(1) // 8, shares.stride(2) // 8, *share_lse.stride(),
-        **constants(config, cache.dtype, cache.shape[1], _converts(latent.device)), num_warps=config.warps,
+
+@lru_cache(maxsize=512)
+def _attend(
+    latent: Form,
+    rope: Form,
+    cache: Form,
+    block_table: Form,
+    out: Form,
+    lse: Form,
+    chosen: Form,
+    config: tune.Config,
+    span: int,
+    splits: int,
+    left: int = 0,
+) -> Launch:
+    """`kernel.attend` for shares of `span` columns. chosen: of top-k positions, or with config.group of unions; left:
+    the kernel's LEFT."""
+    tokens, heads, _ = latent.shape
+    unit = 16 // cache.dtype.itemsize
+    to_out = (out.strides[0] // 8, 0, out.strides[1] // 8)
+    to_lse = (lse.strides[0], 0, lse.strides[1])
+    if splits > 1:  # a workspace's
+        to_out = (splits * heads * LATENT // 8, heads * LATENT // 8, LATENT // 8)
+        to_lse = (splits * heads, heads, 1)
+    numbers = (
+        tokens, heads, chosen.shape[1], span, splits,
+        latent.strides[0] // 8, latent.strides[1] // 8, rope.strides[0] // 8, rope.strides[1] // 8,
+        cache.strides[0] // unit, cache.strides[1] // unit, chosen.strides[0], block_table.strides[0],
+        *to_out, *to_lse,
     )  # fmt: skip
-    if splits > 1:
-        kernel.merge[(tokens * heads, LATENT // tune.MERGE_D)](
-            shares, share_lse, out, lse, heads, splits, out.stride(0) // 8, out.stride(1) // 8, *lse.stride(),
-            **MERGE_CONSTANTS, num_warps=tune.MERGE_WARPS,
-        )  # fmt: skip
-    if _compiled >= 0:
-        _tell_if_compiled(tokens, heads, latent.dtype, cache, plan)
-    return out, lse
+    options = constants(config, cache.dtype, cache.shape[1], _converts(latent.device), left)
+    programs = -(-tokens // config.group) * splits * -(-heads * config.group // config.block_n)
+    return Launch(programs, numbers, options | {"num_warps": config.warps})
 
 
 MERGE_CONSTANTS = {"MAX_SPLITS": tune.MAX_SPLITS, "STEP": tune.MERGE_STEP, "BLOCK_D": tune.MERGE_D}
 
 
 @lru_cache
-def constants(config: tune.Config, cache_dtype: torch.dtype, page: int, cvt: bool) -> dict[str, Any]:
+def constants(config: tune.Config, cache_dtype: torch.dtype, page: int, cvt: bool, left: int = 0) -> dict[str, Any]:
     """What `kernel.attend` is compiled for. `cvt`: this GPU converts e4m3 by itself (8.9 and up)."""
     return {
         "PAGE": page, "BLOCK_K": config.block_k, "BLOCK_N": config.block_n, "TILE": config.tile,
         "PIECES": LATENT // config.tile, "FP8": cache_dtype == torch.uint8, "CVT": cvt, "SCAN": tune.SCAN,
-        "STAGES": config.stages,
+        "STAGES": config.stages, "GROUP": config.group, "LEFT": left,
     }  # fmt: skip
 
 
 def variants(
-    heads: int, cache_dtype: torch.dtype, max_tokens: int, sms: int, columns: int = 2048
+    heads: int, cache_dtype: torch.dtype, max_tokens: int, sms: int, columns: int = 2048, large: bool = False
 ) -> Iterator[tuple[int, tune.Plan]]:
     """One token count, with its plan, for everything of its own that calls of up to `max_tokens` tokens compile."""
     seen = set()
     for tokens in range(1, max_tokens + 1):
-        plan = tune.configuration(tokens, heads, cache_dtype, sms, columns)
+        plan = tune.configuration(tokens, heads, cache_dtype, sms, columns, large)
         if (key := (plan.config, plan.splits > 1)) not in seen:
             seen.add(key)
             yield tokens, plan
@@ -162,19 +280,26 @@ def warm_up(
     columns: int = 2048,
 ) -> int:
     """Launches each variant once, so that it is compiled and loaded before a graph is captured. Returns how many."""
-    global _compiled
     device = torch.device(device)
     width = FP8_ROW_BYTES if cache_dtype == torch.uint8 else ROW
     cache = torch.zeros(1, page, width, dtype=cache_dtype, device=device)
     one = torch.ones(1, 1, dtype=torch.int32, device=device)
     count = 0
-    for tokens, plan in variants(heads, cache_dtype, max_tokens, sm_count(device), columns):
+
+    def launch(tokens: int, **options: Any) -> None:
+        nonlocal count
         q = torch.ones(tokens, heads, ROW, dtype=q_dtype, device=device)
         topk = torch.full((tokens, columns), -1, dtype=torch.int32, device=device)
         req_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
-        sparse_mla(q, cache, topk, req_ids, one - 1, one[0], 1.0, plan=plan)
+        sparse_mla(q, cache, topk, req_ids, one - 1, one[0], 1.0, **options)
         count += 1
-    _compiled = _variants_compiled()
+
+    for tokens, plan in variants(heads, cache_dtype, max_tokens, sm_count(device), columns, is_large(device)):
+        launch(tokens, plan=plan)
+    if sharing := tune.sharing(max_tokens, heads, cache_dtype, is_large(device)):
+        workspace = Workspace(tune.SHARE_FROM, heads, cache_dtype, device, columns, positions=page)
+        launch(sharing.group, workspace=workspace, sharing=sharing)
+    compiled.warm(device)
     return count
 
 
@@ -184,39 +309,20 @@ def _converts(device: torch.device) -> bool:
 
 
 @lru_cache
+def is_large(device: torch.device) -> bool:
+    """Has this GPU the shared memory of 9.0?"""
+    if device.type != "cuda":
+        return False
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 227 << 10
+
+
+@lru_cache
 def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _variants_compiled() -> int:
-    """Variants of our kernels in this process; 0 where this Triton does not show them."""
-    try:
-        caches = [c for k in (kernel.attend, kernel.merge) for c in k.device_caches.values()]
-        return sum(len(cache[0]) for cache in caches)
-    except (AttributeError, TypeError, IndexError):
-        return 0
-
-
-def _tell_if_compiled(tokens: int, heads: int, q_dtype: torch.dtype, cache: torch.Tensor, plan: tune.Plan) -> None:
-    global _compiled
-    if (count := _variants_compiled()) > _compiled:
-        _compiled = count
-        log.warning(
-            "sparse_mla compiled a variant after warm-up: %d tokens, %d heads, q %s, cache %s, page %d, %s",
-            tokens, heads, q_dtype, cache.dtype, cache.shape[1], plan,
-        )  # fmt: skip
-
-
-def _check(
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    cache: torch.Tensor,
-    topk: torch.Tensor,
-    req_ids: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-) -> None:
-    if latent.dim() != 3 or latent.shape[2] != LATENT or rope.shape != (*latent.shape[:2], ROPE):
+def _check(latent: Form, rope: Form, cache: Form, topk: Form, req_ids: Form, block_table: Form, seq_lens: Form) -> None:
+    if len(latent.shape) != 3 or latent.shape[2] != LATENT or rope.shape != (*latent.shape[:2], ROPE):
         raise ValueError(
             f"q is {list(latent.shape)} and {list(rope.shape)}, expected [T, N, {LATENT}] and ditto {ROPE}"
         )
@@ -224,34 +330,31 @@ def _check(
         raise ValueError(f"q is {latent.dtype} and {rope.dtype}, expected bfloat16 or float16")
     fp8 = cache.dtype == torch.uint8
     width = FP8_ROW_BYTES if fp8 else ROW
-    if cache.dim() != 3 or cache.shape[2] != width or not (fp8 or cache.dtype == latent.dtype):
+    if len(cache.shape) != 3 or cache.shape[2] != width or not (fp8 or cache.dtype == latent.dtype):
         raise ValueError(
             f"cache is {list(cache.shape)} of {cache.dtype}, expected [blocks, page, {width}] of q's dtype "
             f"({latent.dtype}), or uint8 [blocks, page, {FP8_ROW_BYTES}]"
         )
     tokens = latent.shape[0]
-    for name, tensor, shape in (
+    for name, given, shape in (
         ("topk", topk, (tokens, topk.shape[-1])),
         ("req_ids", req_ids, (tokens,)),
         ("block_table", block_table, (block_table.shape[0], block_table.shape[-1])),
         ("seq_lens", seq_lens, block_table.shape[:1]),
     ):
-        if tensor.dtype != torch.int32 or tensor.shape != shape or (tensor.numel() > 1 and tensor.stride(-1) != 1):
-            raise ValueError(
-                f"{name} is {list(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}, expected int32 "
-                f"{list(shape)}, its last dimension contiguous"
-            )
-    for name, tensor in (("q", latent), ("q", rope), ("cache", cache)):
-        _check_alignment(name, tensor)
-    for name, tensor in (
+        if given.dtype != torch.int32 or given.shape != shape or (given.shape.numel() > 1 and given.strides[-1] != 1):
+            raise ValueError(f"{name} is {given}, expected int32 {list(shape)}, its last dimension contiguous")
+    for name, given in (("q", latent), ("q", rope), ("cache", cache)):
+        _check_alignment(name, given)
+    for name, given in (
         ("q", rope), ("cache", cache), ("topk", topk), ("req_ids", req_ids), ("block_table", block_table),
         ("seq_lens", seq_lens),
     ):  # fmt: skip
-        if tensor.device != latent.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {latent.device}")
+        if given.device != latent.device:
+            raise ValueError(f"{name} is on {given.device}, q on {latent.device}")
 
 
-def _check_output(out: torch.Tensor, lse: torch.Tensor, latent: torch.Tensor) -> None:
+def _check_output(out: Form, lse: Form, latent: Form) -> None:
     if out.shape != latent.shape or out.dtype != latent.dtype or out.device != latent.device:
         raise ValueError(f"out is {list(out.shape)} of {out.dtype}, expected {list(latent.shape)} of {latent.dtype}")
     if lse.shape != latent.shape[:2] or lse.dtype != torch.float32 or lse.device != latent.device:
@@ -259,12 +362,9 @@ def _check_output(out: torch.Tensor, lse: torch.Tensor, latent: torch.Tensor) ->
     _check_alignment("out", out)
 
 
-def _check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """Rows are read and written 16 bytes at a time."""
-    unit = 16 // tensor.element_size()
-    first, second, last = tensor.stride()
-    if last != 1 or (first | second) % unit or tensor.data_ptr() % 16:
+def _check_alignment(name: str, given: Form) -> None:
+    if not given.in_16_bytes:
         raise ValueError(
-            f"{name} has strides {tensor.stride()} and offset {tensor.storage_offset()}: its last dimension must be "
-            f"contiguous, all else whole 16 bytes"
+            f"{name} is {given}: its last dimension must be contiguous, all else whole 16 bytes (rows are read and "
+            "written 16 bytes at a time)"
         )

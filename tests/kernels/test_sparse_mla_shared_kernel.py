@@ -1,0 +1,161 @@
+"""Gathers that neighbouring tokens share: unions against Python's sets, answers against the reference, on a GPU or
+under the interpreter (test_sparse_mla_interpreted.py)."""
+
+import pytest
+import torch
+from test_sparse_mla_kernel import DEVICE, GPU, PAGE, check, needs_gpu, problem, run, truth
+
+from shim.kernels.sparse_mla import launch, tune
+from shim.kernels.sparse_mla.overlap import overlapping_indices
+from shim.kernels.sparse_mla.union import Unions
+
+LENGTHS = (300, 200)
+# of 12.x, and what only a larger shared memory takes; by the interpreter all of them run anywhere
+CONFIGS = {
+    "bf16": [tune.SHARED[False][8], tune.SHARED_LARGE[False][8], tune.Config(16, 32, 128, 4, 8, 1, group=4)],
+    "fp8": [tune.SHARED_LARGE[True][8], tune.Config(16, 16, 64, 4, 4, 1, group=2)],
+}
+
+
+def neighbours(tokens, heads=8, columns=64, kv="bf16", q="bf16", keep=0.9, switch=None, seed=0, lengths=LENGTHS):
+    """As `problem`, but tokens of one request stand side by side, the second request from token `switch` on, and their
+    positions, each once, overlap."""
+    inputs, (topk, req_ids, table, seq_lens) = problem(tokens, heads, columns, kv, q, lengths=lengths, seed=seed)
+    switch = tokens // 2 + 1 if switch is None else switch
+    g = torch.Generator().manual_seed(seed)
+    for r, part in enumerate((slice(0, switch), slice(switch, tokens))):
+        count = len(topk[part])
+        if count:
+            topk[part] = overlapping_indices(count, columns, lengths[r], keep, g, causal=count <= lengths[r]).to(DEVICE)
+        req_ids[part] = r
+    topk[1::7, ::3] = -1
+    topk[5::9] = -1
+    topk[2::11, : columns // 4] += 2**20  # stale: beyond the request
+    return inputs, (topk, req_ids, table, seq_lens)
+
+
+def shared(tokens, heads, dtype, config, columns=64, groups=None, width=320, sets=8):
+    workspace = launch.Workspace(tokens, heads, dtype, DEVICE, columns)
+    groups = groups or -(-tokens // config.group)
+    workspace.unions = Unions(groups, width, sets * columns, DEVICE)
+    for buffer in (workspace.unions.bits, workspace.unions.before, workspace.unions.entries):
+        buffer.fill_(-7)
+    return workspace
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 19, 62, 64, 65] if GPU else [3, 19])
+@pytest.mark.parametrize("kv, number", [(kv, n) for kv, configs in CONFIGS.items() for n in range(len(configs))])
+def test_equals_reference(tokens, kv, number):
+    config = CONFIGS[kv][number]
+    if GPU and kv == "bf16" and config is CONFIGS[kv][1] and not launch.is_large(torch.device("cuda", 0)):
+        pytest.skip("needs the shared memory of 9.0")
+    inputs, indices = neighbours(tokens, kv=kv, seed=tokens)
+    workspace = shared(tokens, 8, inputs[1].dtype, config)
+    for _ in range(2):  # nothing of one call is left for the next
+        check(run(inputs, indices, workspace=workspace, sharing=config), truth(inputs, indices))
+
+
+def test_fp16_and_other_heads():
+    for heads, config in ((16, tune.Config(16, 32, 128, 4, 8, 1, group=2)), (12, tune.SHARED[False][8])):
+        inputs, indices = neighbours(5, heads, kv="fp16", q="fp16", seed=heads)
+        workspace = shared(5, heads, inputs[1].dtype, config)
+        check(run(inputs, indices, workspace=workspace, sharing=config), truth(inputs, indices))
+
+
+@pytest.mark.parametrize("switch", [0, 3, 8, 16])
+def test_a_group_of_two_requests_is_not_shared(switch):
+    config = CONFIGS["bf16"][0]
+    inputs, indices = neighbours(17, keep=0.98, switch=switch)
+    workspace = shared(17, 8, inputs[1].dtype, config)
+    check(run(inputs, indices, workspace=workspace, sharing=config), truth(inputs, indices))
+    assert [count < 0 for count in workspace.unions.counts.tolist()] == [switch == 3, False, False]
+
+
+@pytest.mark.parametrize("ends_alike", [True, False])
+def test_a_union_that_saves_too_little_is_left_alone(ends_alike):
+    config = CONFIGS["bf16"][0]
+    inputs, (topk, *rest) = neighbours(16, switch=16)
+    topk[8:] = topk[8:9]
+    topk[:7] = overlapping_indices(7, 64, 300, 0.0, torch.Generator().manual_seed(1), causal=False).to(DEVICE)
+    topk[7] = topk[0] if ends_alike else overlapping_indices(1, 64, 300, 0, torch.Generator().manual_seed(2)).to(DEVICE)
+    workspace = shared(16, 8, inputs[1].dtype, config, sets=2)
+    check(run(inputs, (topk, *rest), workspace=workspace, sharing=config), truth(inputs, (topk, *rest)))
+    distinct = len(set(topk[8].tolist()) - {-1})
+    assert workspace.unions.counts.tolist() == [-1, distinct] and distinct <= workspace.unions.capacity
+
+
+def test_more_groups_than_there_is_memory_for():
+    config = CONFIGS["bf16"][2]
+    inputs, indices = neighbours(19)
+    workspace = shared(19, 8, inputs[1].dtype, config, groups=2)
+    check(run(inputs, indices, workspace=workspace, sharing=config), truth(inputs, indices))
+
+
+@pytest.mark.parametrize("group", [2, 4, 8])
+@pytest.mark.parametrize("length", [31, 32, 33, 300])
+def test_unions_are_the_sets(group, length):
+    tokens = 2 * group + 1
+    _, (topk, req_ids, _, seq_lens) = neighbours(tokens, keep=0.95, switch=tokens, lengths=(length, 40))
+    unions = Unions(8, 320, group * 64, DEVICE)
+    for buffer in (unions.bits, unions.before, unions.entries, unions.counts):
+        buffer.fill_(-7)
+    entries, counts = unions.build(topk, req_ids, seq_lens, group)
+    assert (counts >= 0).all()
+    for g in range(3):
+        expected = {}
+        for bit, row in enumerate(topk[g * group : (g + 1) * group].tolist()):
+            for position in row:
+                if 0 <= position < length:
+                    expected[position] = expected.get(position, 0) | 1 << bit
+        got = entries[g, : counts[g]].tolist()
+        assert [(entry >> 8, entry & 255) for entry in got] == sorted(expected.items())
+
+
+def test_sharing_is_for_many_neighbours_only(monkeypatch):
+    monkeypatch.setattr(tune, "SHARE_FROM", 16)
+    inputs, indices = neighbours(16, switch=16)
+    workspace = launch.Workspace(16, 8, inputs[1].dtype, DEVICE, 64, positions=320)
+    for near, used in ((0, False), (15, False), (16, True)):
+        workspace.unions.counts.fill_(-7)
+        check(run(inputs, indices, workspace=workspace, neighbours=near), truth(inputs, indices))
+        assert (workspace.unions.counts[0].item() != -7) == used, near
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="positions"):
+        Unions(1, (1 << 23) + 1, 8, "cpu")
+    inputs, indices = neighbours(3)
+    with pytest.raises(ValueError, match="workspace"):
+        run(inputs, indices, sharing=CONFIGS["bf16"][0])
+
+
+@needs_gpu
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_a_long_prompt_and_its_graph(kv):
+    """2,048 tokens of a prompt of 262,209; the same bits from a graph, for other indices too; nothing compiles late."""
+    length, tokens = 262_209, 2048
+    inputs, (topk, req_ids, table, seq_lens) = problem(8, 8, 2048, kv, lengths=(length, 64))
+    g = torch.Generator(DEVICE).manual_seed(0)
+    query = torch.randn(tokens, 8, 576, generator=g, device=DEVICE).bfloat16()
+    topk = overlapping_indices(tokens, 2048, length, 0.95, torch.Generator().manual_seed(0)).to(DEVICE)
+    req_ids = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
+    launch.warm_up(8, torch.bfloat16, inputs[1].dtype, PAGE, tokens, DEVICE)
+    workspace = launch.Workspace(tokens, 8, inputs[1].dtype, DEVICE, positions=length)
+    inputs, indices = (query, inputs[1]), (topk, req_ids, table, seq_lens)
+    if workspace.unions is None:
+        pytest.skip("nothing is shared on this GPU")
+    before = launch.compiled.count()
+    graph = torch.cuda.CUDAGraph()
+    run(inputs, indices, workspace=workspace, neighbours=tokens)
+    with torch.cuda.graph(graph):
+        out, lse = run(inputs, indices, workspace=workspace, neighbours=tokens)
+    some = torch.arange(0, tokens, 127, device=DEVICE)
+    for seed in range(2):
+        topk.copy_(topk.roll(seed, 0))
+        graph.replay()
+        eager = run(inputs, indices, workspace=workspace, neighbours=tokens)
+        assert torch.equal(out, eager[0]) and torch.equal(lse, eager[1])
+        assert (workspace.unions.counts >= 0).float().mean() > 0.98  # not the group where the end meets the beginning
+        want = truth((query[some], inputs[1]), (topk[some], req_ids[some], table, seq_lens))
+        check((out[some], lse[some]), want)
+    assert launch.compiled.count() == before
