@@ -5,10 +5,10 @@
 Two times for each case, neither a forecast of what will be measured:
 
     floor_us      every distinct byte comes from memory once, and every useful product is computed once
-    predicted_us  the bytes that the launched kernel asks for (each token's rows, shared with no other token) at the
-                  memory's rate, its products at the rate of the tensor cores that its programs reach, or what its loads
-                  in flight let through, were all its shared memory and registers waiting for loads: the largest.
-                  `bound` says which: memory, mma or latency
+    predicted_us  the bytes that the launched kernel asks for (each token's rows, or a group's where it shares them,
+                  without the time that finding these takes) at the memory's rate, its products at the rate of the
+                  tensor cores that its programs reach, or what its loads in flight let through, were all its shared
+                  memory and registers waiting for loads: the largest. `bound` says which: memory, mma or latency
 
 predicted_us is a lower bound but for L2 (128 MB), which may hold rows for several tokens; floor_us is one always. Not
 counted: launches (about 2 us each, less in a graph), loads that wait for each other, MMA rows that padding wastes,
@@ -27,23 +27,19 @@ import json
 import math
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from shim.kernels.build import Occupancy, occupancy
+
 TOPK, ROWS = 2048, 262_144  # of GLM-5; rows of the cache, as in sparse_mla's bench
 ROW_BYTES = {"bf16": 1152, "fp8": 656}  # of the cache; fp8_ds_mla
 INDEX_HEADS = 32
-SHARED = 101_376  # bytes a block may have on 12.x
-SM_SHARED, SM_REGISTERS, SM_WARPS = 102_400, 65_536, 48  # of an SM of 12.x; each block takes 1,024 bytes more
 TENSOR_CORES = 4  # of an SM; a warp uses one
 LATENCY = 0.8  # us from asking memory to having it, under load
 
@@ -88,15 +84,10 @@ class Launch:
     variant: tuple[Any, ...]
     programs: int
     configuration: str
-
-
-@dataclass(frozen=True)
-class Occupancy:
-    registers: int
-    shared: int
-    warps: int
-    spills: bool
-    per_sm: int  # programs that an SM of 12.x holds
+    bytes: (
+        float  # as launched: a group of tokens may share its rows (sparse_mla/union.py), and then works on all of them
+    )
+    flops: float
 
 
 def sparse_mla(tokens: int, heads: int, kv: str, keep: float | None = None) -> Work:
@@ -166,157 +157,67 @@ def launch_of(work: Work, card: Card = RTX_PRO_6000) -> Launch:
     capability = divmod(card.capability, 10)
     if work.kernel == "sparse_mla":
         from shim.kernels.sparse_mla import tune as mla
+        from shim.kernels.sparse_mla.overlap import distinct_rows
 
         assert work.heads is not None
         cache = torch.uint8 if work.dtype == "fp8" else torch.bfloat16
         plan = mla.configuration(work.tokens, work.heads, cache, card.sms)
+        if work.keep is not None and (shared := mla.sharing(work.tokens, work.heads, cache)):
+            union = distinct_rows(shared.group, TOPK, ROWS, work.keep)
+            if union <= mla.MOST_SETS * TOPK:
+                groups = math.ceil(work.tokens / shared.group)
+                rest = work.bytes - work.tokens * TOPK * ROW_BYTES[work.dtype]
+                moved = groups * union * ROW_BYTES[work.dtype] + rest
+                flops = work.flops * groups * shared.group * union / (work.tokens * TOPK)
+                return Launch("attend", shared, (work.dtype == "fp8", False), groups, str(shared), moved, flops)
         programs = work.tokens * plan.splits * math.ceil(work.heads / plan.config.block_n)
-        return Launch("attend", plan.config, (work.dtype == "fp8", plan.splits > 1), programs, str(plan))
+        variant = (work.dtype == "fp8", plan.splits > 1)
+        return Launch("attend", plan.config, variant, programs, str(plan), work.bytes, work.flops)
     if work.kernel == "topk":
         from shim.kernels.topk import tune as top
 
         chosen = top.plan(work.tokens, work.keys, card.sms)
-        shared = chosen.parts > 1
-        programs = work.tokens * chosen.parts if shared else chosen.slots(work.tokens)
-        return Launch("select", chosen.config, (shared,), programs, str(chosen))
+        in_parts = chosen.parts > 1
+        programs = work.tokens * chosen.parts if in_parts else chosen.slots(work.tokens)
+        return Launch("select", chosen.config, (in_parts,), programs, str(chosen), work.bytes, work.flops)
     from shim.kernels.indexer import tune as indexer
 
     assert work.heads is not None
     if work.kernel == "indexer_prefill":
         prefill = indexer.prefill(work.heads, capability)
         programs = math.ceil(work.keys / prefill.block_n) * math.ceil(work.tokens / prefill.group)
-        return Launch("mqa", prefill, (work.heads,), programs, str(prefill))
+        return Launch("mqa", prefill, (work.heads,), programs, str(prefill), work.bytes, work.flops)
     paged = indexer.paged(capability)
     programs = min(work.tokens * math.ceil(work.keys / 64), card.sms * paged.per_sm)
-    return Launch("paged_mqa", paged, (work.heads,), programs, str(paged))
+    return Launch("paged_mqa", paged, (work.heads,), programs, str(paged), work.bytes, work.flops)
 
 
-def predict(work: Work, programs: int, occupancy: Occupancy | None, card: Card = RTX_PRO_6000) -> dict[str, Any]:
+def predict(
+    work: Work,
+    programs: int,
+    occupancy: Occupancy | None,
+    card: Card = RTX_PRO_6000,
+    launched: tuple[float, float] | None = None,
+) -> dict[str, Any]:
     """`{"floor_us", "predicted_us", "bound", "waves"}` (module docstring). Without occupancy all programs are taken to
-    run at once, with as many loads in flight as there need be, and waves is None."""
+    run at once, with as many loads in flight as there need be, and waves is None. launched: bytes and FLOPs, where
+    they are not the work's."""
     rate = card.gb_s * 1e3  # bytes a us
     mma = card.tflop_s[work.mma] * 1e6 if work.mma else math.inf
-    times = {"memory": work.bytes / rate, "mma": work.flops / mma}
+    moved, computed = launched or (work.bytes, work.flops)
+    times = {"memory": moved / rate, "mma": computed / mma}
     waves = None
     if occupancy is not None and occupancy.per_sm:
         running = min(programs, occupancy.per_sm * card.sms)
         waves = round(programs / (occupancy.per_sm * card.sms), 2)
         times["mma"] /= min(1.0, running * occupancy.warps / (TENSOR_CORES * card.sms))
         in_flight = running * (occupancy.shared + occupancy.registers * 4 * 32 * occupancy.warps)
-        times["latency"] = LATENCY * work.bytes / in_flight
+        times["latency"] = LATENCY * moved / in_flight
     bound = max(times, key=lambda name: times[name])
     floor = max(work.distinct_bytes / rate, work.flops / mma)
     return {
         "floor_us": round(floor, 3), "predicted_us": round(times[bound], 3), "bound": bound, "waves": waves
     }  # fmt: skip
-
-
-def build(
-    function: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    capability: int,
-    warps: int,
-    aligned: set[str],
-    **options: Any,
-) -> dict[str, Any]:
-    """Compiles `function` for a card that need not be there, and counts what it takes. types: Triton's names ("*fp32"),
-    i32 where none is given. aligned: pointers to 16 bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = function.arg_names
-    kinds = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned & set(names)}
-    source = ASTSource(fn=function, signature=kinds, constexprs=constants, attrs=attributes)
-    how = {"num_warps": warps, "enable_fp_fusion": True} | options
-    built: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
-    ptx = built.asm["ptx"]
-    return {
-        "warps": warps,
-        "shared": built.metadata.shared,
-        "mma": len(re.findall(r"\bmma\.sync|wgmma\.mma_async", ptx)),
-        "mma_sync": ptx.count("mma.sync"),
-        "fp8_mma": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)\S*\.e4m3\.e4m3", ptx)),
-        "async16": len(re.findall(r"cp\.async\.c[ga]\.shared\.global.*0x10", ptx)),
-    } | resources(built.asm["cubin"], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-
-
-def resources(cubin: bytes, cuobjdump: Path) -> dict[str, int]:
-    """A thread's registers, and bytes of stack and local memory (spills)."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(cuobjdump), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
-    assert found, text
-    return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
-
-
-def resident_warps(row: dict[str, Any]) -> int:
-    """Warps that an SM of 12.x holds at once. `row` is `build`'s."""
-    registers = -(-row["registers"] * 32 // 256) * 256 * row["warps"]
-    blocks = min(SM_SHARED // (row["shared"] + 1024), SM_REGISTERS // registers, SM_WARPS // row["warps"])
-    return int(blocks * row["warps"])
-
-
-def _attend(config: Any, fp8: bool, split: bool, capability: int) -> dict[str, Any]:
-    import torch
-
-    from shim.kernels.sparse_mla import kernel, launch
-
-    types = dict.fromkeys(("topk", "req_ids", "table", "seq_lens", "counts"), "*i32") | {
-        "scale": "fp32",
-        "lse": "*fp32",
-    }
-    types |= {"q_latent": "*bf16", "q_rope": "*bf16", "cache": "*u8" if fp8 else "*bf16"}
-    types["out"] = "*fp32" if split else "*bf16"
-    constants = launch.constants(config, torch.uint8 if fp8 else torch.bfloat16, 64, True)
-    aligned = {"q_latent", "q_rope", "cache", "out"}
-    return build(kernel.attend, types, constants, capability, config.warps, aligned)
-
-
-def _mqa(config: Any, heads: int, capability: int) -> dict[str, Any]:
-    from shim.kernels.indexer import kernel
-
-    constants = {"HEADS": heads, "COLUMNS": config.columns, "BLOCK_N": config.block_n, "GROUP": config.group}
-    return build(kernel.mqa, _INDEXER, constants | {"STAGES": config.stages}, capability, config.warps, {"q", "k"})
-
-
-def _paged_mqa(config: Any, heads: int, capability: int) -> dict[str, Any]:
-    from shim.kernels.indexer import kernel, tune
-
-    columns = tune.paged_columns(heads, 1, config)
-    constants = {"HEADS": heads, "COLUMNS": columns, "SCAN": tune.SCAN, "STAGES": config.stages}
-    return build(kernel.paged_mqa, _INDEXER, constants, capability, config.warps, {"q", "cache"})
-
-
-def _select(config: Any, shared: bool, capability: int) -> dict[str, Any]:
-    from shim.kernels.topk import kernel, launch
-
-    pointers = ("logits", "lengths", "starts", "out", "values", "indices", "ties", "arrived")
-    types = dict.fromkeys(pointers, "*i32") | {"counts": "*i64"}
-    function = kernel.shared_rows if shared else kernel.whole_rows
-    options = launch.options(config)
-    constants = launch.constants(config, False)
-    return build(function, types, constants, capability, config.warps, set(), maxnreg=options["maxnreg"])
-
-
-_INDEXER = dict.fromkeys(("q", "k", "cache"), "*fp8e4nv") | dict.fromkeys(("k_scale", "w", "out"), "*fp32")
-_INDEXER |= dict.fromkeys(("ks", "ke", "lens", "table"), "*i32")
-BUILDS: dict[str, Callable[..., dict[str, Any]]] = {
-    "attend": _attend, "mqa": _mqa, "paged_mqa": _paged_mqa, "select": _select
-}  # fmt: skip
-
-
-@lru_cache
-def occupancy(name: str, config: Any, variant: tuple[Any, ...], capability: int = 120) -> Occupancy:
-    """Of one of `BUILDS`. Raises what Triton and ptxas raise; takes seconds where Triton's cache has nothing."""
-    row = BUILDS[name](config, *variant, capability)
-    spills = bool(row["stack"] or row["local"])
-    return Occupancy(row["registers"], row["shared"], row["warps"], spills, resident_warps(row) // row["warps"])
 
 
 def _try(launch: Launch) -> Occupancy | str:
@@ -343,7 +244,9 @@ def predictions(works: list[Work], compile: bool = True) -> tuple[list[dict[str,
     for work, launch in zip(works, launches, strict=True):
         held = found.get((launch.build, launch.config, launch.variant))
         held = held if isinstance(held, Occupancy) else None
-        row = predict(work, launch.programs, held) | {"programs": launch.programs}
+        row = predict(work, launch.programs, held, launched=(launch.bytes, launch.flops)) | {
+            "programs": launch.programs
+        }
         rows.append(row | {"configuration": launch.configuration, "occupancy": asdict(held) if held else None})
     return rows, problems
 

@@ -6,10 +6,12 @@ that the patches look at and replace is vLLM's own, unmodified.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "wheels"
 PLUGIN = "vllm-gguf-plugin==0.0.5"
 OLDEST = (0, 16, 0)
+
+_idle: list[subprocess.Popen[str]] = []  # wheel_child.py's, one for each child at a time
 
 _PRELUDE = """
 import importlib, json, sys, types
@@ -66,14 +70,17 @@ def gguf_plugin() -> Path:
 
 
 def _unpacked(place: Path, wheel: str, package: str, options: list[str], wanted: Callable[[str], bool]) -> Path:
-    if not (place / package).is_dir():
-        place.mkdir(parents=True, exist_ok=True)
-        fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, "-d", str(place), wheel]
-        subprocess.run(fetch, check=True, capture_output=True)
-        (file,) = place.glob("*.whl")
-        with zipfile.ZipFile(file) as archive:
-            archive.extractall(place, [n for n in archive.namelist() if wanted(n)])
-        file.unlink()
+    """Whole or not at all, and by one test process while others wait for it."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(f"{place}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / package).is_dir():
+            fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, "-d", scratch, wheel]
+            subprocess.run(fetch, check=True, capture_output=True)
+            (file,) = Path(scratch).glob("*.whl")
+            with zipfile.ZipFile(file) as archive:
+                archive.extractall(Path(scratch, "files"), [n for n in archive.namelist() if wanted(n)])
+            Path(scratch, "files").rename(place)
     return place
 
 
@@ -85,7 +92,19 @@ def child(code: str, place: Path, source: Path | None = None, **env: str) -> obj
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPATH": os.pathsep.join(path), "GLM5_SHIM_STATE_DIR": str(place / "state"), **env}
     script = f"STANDINS = {standins!r}\n{_PRELUDE}\n{code}"
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=place)
-    said = [line[2:] for line in done.stdout.splitlines() if line.startswith("@@")]
-    assert said, f"the child said nothing (exit {done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    fork = _idle.pop() if _idle else _start()
+    assert fork.stdin and fork.stdout
+    print(json.dumps([script, environment, str(place)]), file=fork.stdin, flush=True)
+    exit_code = fork.stdout.readline().strip()
+    _idle.append(fork)
+    out, err = ((place / name).read_text() for name in ("stdout", "stderr"))
+    said = [line[2:] for line in out.splitlines() if line.startswith("@@")]
+    assert said, f"the child said nothing (exit {exit_code}):\n{out[-2000:]}\n{err[-4000:]}"
     return json.loads(said[-1])
+
+
+def _start() -> subprocess.Popen[str]:
+    """Ends with this process, which holds the other end of its stdin."""
+    command = [sys.executable, str(Path(__file__).with_name("wheel_child.py"))]
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)

@@ -10,39 +10,73 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from child_env import ROOT, ledgers, server_env
+from wheels import gguf_plugin
 
 HERE = Path(__file__).parent
 Answers = dict[str, np.ndarray]
 
 
+class Probe:
+    """A process of engine_probe.py with this PYTHONPATH."""
+
+    def __init__(self, place: Path, pythonpath: str) -> None:
+        self.log = place / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "engine_probe.py")],
+                env=server_env(PYTHONPATH=pythonpath, GLM5_SHIM_STATE_DIR=str(place / "state")),
+                cwd=place,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def ask(self, place: Path, **request: object) -> Answers:
+        assert self.process.stdin and self.process.stdout
+        try:
+            print(json.dumps(request | {"place": str(place)}), file=self.process.stdin, flush=True)
+            code = self.process.stdout.readline().strip()
+        except BrokenPipeError:
+            code = ""
+        log = place / "log"
+        assert code == "0", f"exit code {code}\n{(log if log.exists() else self.log).read_text()[-8000:]}"
+        return {**np.load(place / "out.npz"), "ledgers": ledgers(place / "state")}
+
+
 @pytest.fixture(scope="session")
-def ask_engine(tmp_path_factory) -> Callable[..., Answers]:
-    """`ask_engine(model, jobs, shim=True, path=(), **engine)`: what engine_probe.py found; its ledgers are in
-    ["ledgers"]."""
+def ask_engine(tmp_path_factory) -> Iterator[Callable[..., Answers]]:
+    """`ask_engine(model, jobs, shim=True, path=(), **engine)`: what an engine of engine_probe.py, in a process of its
+    own, found; its ledgers are in ["ledgers"]."""
+    probes: dict[str, Probe] = {}
 
     def run(
         model: Path, jobs: list[dict], *, shim: bool = True, path: tuple[Path, ...] = (), **engine: object
     ) -> Answers:
-        place = tmp_path_factory.mktemp("engine")
-        request = {"model": str(model), "jobs": jobs, "engine": engine, "out": str(place / "out.npz")}
         pythonpath = os.pathsep.join(map(str, ([ROOT] if shim else []) + list(path)))
-        env = server_env(
-            PYTHONPATH=pythonpath, GLM5_SHIM_STATE_DIR=str(place / "state"), GLM5_SHIM_CACHE_DIR=str(place / "cache")
-        )
-        command = [sys.executable, str(HERE / "engine_probe.py"), json.dumps(request)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=place)
-        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        answers: Answers = dict(np.load(place / "out.npz"))
-        answers["ledgers"] = ledgers(place / "state")
-        return answers
+        if pythonpath not in probes:
+            probes[pythonpath] = Probe(tmp_path_factory.mktemp("probe"), pythonpath)
+        return probes[pythonpath].ask(tmp_path_factory.mktemp("engine"), model=str(model), jobs=jobs, engine=engine)
 
-    return run
+    yield run
+    for probe in probes.values():
+        probe.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def plugin() -> tuple[Path, ...]:
+    """What makes vllm-gguf-plugin, on a CPU, part of a child's path."""
+    kernels = HERE / "plugin_on_cpu"
+    if find_spec("vllm_gguf_plugin"):
+        return (kernels,)
+    return kernels, gguf_plugin()
 
 
 @pytest.fixture(scope="session")

@@ -31,12 +31,11 @@ def logits(
     return out.float().numpy()
 
 
-def greedy(gguf_part1: str | Path, tokens: Sequence[int], n: int, *, topk: int | None = None) -> list[int]:
-    """The `n` tokens that greedy decoding appends, each recomputed from scratch: slow, with no cache to trust."""
-    sequence = list(tokens)
-    for _ in range(n):
-        sequence.append(int(logits(gguf_part1, sequence, topk=topk)[-1].argmax()))
-    return sequence[len(tokens) :]
+def greedy(gguf_part1: str | Path, tokens: Sequence[int], given: Sequence[int]) -> list[int]:
+    """The greedy choice after `tokens` and after each of `given` but the last, in one pass without a cache.
+
+    By induction it is `given` if and only if greedy decoding appends `given` to `tokens`."""
+    return logits(gguf_part1, [*tokens, *given])[len(tokens) - 1 : -1].argmax(axis=-1).tolist()
 
 
 def kl(p_logits: np.ndarray, q_logits: np.ndarray) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from gguf import GGMLQuantizationType as Type
 
 from shim.gguf.tiny import write_gguf
 
-pytest_plugins = ("gguf_plugin",)
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 2, 128, 256, 4, 2, 512
 KINDS = {"norm": Type.F32, "bias": Type.F32, "ffn": Type.F16, "output.weight": Type.F16}  # all else: Q8_0
 MODELS = {"llama": "Llama", "qwen2": "Qwen2"}
@@ -70,37 +68,27 @@ def write(directory: Path, arch: str) -> Path:
     return write_gguf(directory, arch, metadata, tensors)
 
 
-@pytest.fixture(scope="module")
-def on_and_off(probe, tokens, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
-    prompts = [[token % VOCAB for token in tokens[:60]], [token % VOCAB for token in tokens[60:70]]]
-    engine = {"dtype": "float32", "enforce_eager": True}
-    runs = {
-        arch: {
-            "model": str(write(tmp_path_factory.mktemp(arch), arch)),
-            "prompts": prompts,
-            "max_tokens": 8,
-            "engine": engine,
-        }
-        for arch in MODELS
-    }
-    return probe(runs), probe(runs, shim=False)
-
-
 @pytest.mark.parametrize("arch", MODELS)
-def test_the_same_bits(on_and_off, arch):
-    on, off = on_and_off
-    assert off[f"{arch}/quantization"] == "gguf"
-    teacher = off[f"{arch}/teacher"]
+def test_the_same_bits_and_a_ledger_that_says_why_nothing_was_done(ask_engine, plugin, tokens, arch, tmp_path):
+    prompts = [[token % VOCAB for token in tokens[:60]], [token % VOCAB for token in tokens[60:70]]]
+    jobs = [
+        {"name": "teacher", "prompts": prompts[:1], "keep": "prompt"},
+        {"name": "new", "prompts": prompts, "max_tokens": 8},
+    ]
+    model = write(tmp_path, arch)
+    on, off = (
+        ask_engine(model, jobs, shim=shim, path=plugin, dtype="float32", enforce_eager=True) for shim in (True, False)
+    )
+    assert off.pop("ledgers") == []
+    (ledger,) = on.pop("ledgers")
+    assert off["quantization"] == "gguf"
+    teacher = off["teacher/0"]
     assert teacher.shape == (59, VOCAB) and np.isfinite(teacher).all() and teacher.std() > 0.5
-    assert np.array_equal(on[f"{arch}/teacher"], teacher)
-    assert np.array_equal(on[f"{arch}/tokens"], off[f"{arch}/tokens"])
+    assert set(on) == set(off) and len(on) > 6
+    for key in off:
+        assert np.array_equal(on[key], off[key]), key
 
-
-def test_the_ledger_says_why_nothing_was_done(on_and_off):
-    on, off = on_and_off
-    assert off["ledgers"] == []
-    for ledger in on["ledgers"]:  # a child of this child may have looked at the model class
-        acted = {entry["name"] for entry in ledger["patches"] if entry.get("used")}
-        assert acted <= {"cpu_packaging"}, ledger["role"]  # mends the environment, whatever the model
-    said = {entry.get("idle") for ledger in on["ledgers"] for entry in ledger["patches"]}
-    assert "llama.gguf is of architecture llama, expected glm-dsa; this shim serves GLM-5 only" in said
+    acted = {entry["name"] for entry in ledger["patches"] if entry.get("used")}
+    assert acted <= {"cpu_packaging"}  # mends the environment, whatever the model
+    said = {entry.get("idle") for entry in ledger["patches"]}
+    assert f"{arch}.gguf is of architecture {arch}, expected glm-dsa; this shim serves GLM-5 only" in said

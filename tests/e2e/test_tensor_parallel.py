@@ -8,7 +8,7 @@ WORKER = {"cpu_backend", "cpu_indexer", "cpu_indexer_op", "cpu_rotary", "gguf_lo
 
 
 def test_two_workers_answer_as_the_reference(ask_engine, tiny, tokens):
-    jobs = [{"name": "teacher", "teacher": True, "max_tokens": 4, "prompts": [tokens]}]
+    jobs = [{"name": "teacher", "keep": "prompt", "max_tokens": 4, "prompts": [tokens]}]
     answers = ask_engine(tiny, jobs, dtype="float32", tensor_parallel_size=2)
     reference = logits(tiny, tokens)[:-1]
     assert kl(reference, answers["teacher/0"]) < 1e-5

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shim.kernels.model import SHARED, build, resident_warps, resources
+from shim.kernels.build import SHARED, build, resident_warps, resources
 
 __all__ = ["build", "compile_all", "main", "refuse", "resident_warps", "resources"]
 

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shim.kernels import bench, model  # noqa: E402
+from shim.kernels import bench, build, model  # noqa: E402
 from shim.kernels.sparse_mla.overlap import WINDOW, distinct_rows, overlapping_indices  # noqa: E402
 
 
@@ -129,7 +129,7 @@ def test_times_by_hand() -> None:
 def test_occupancy_is_in_the_bound() -> None:
     full = model.indexer_prefill(4096, 65_536, 32, causal=False)
     # one program of 4 warps: 4 of 752 tensor cores
-    held = model.Occupancy(registers=64, shared=40_000, warps=4, spills=False, per_sm=2)
+    held = build.Occupancy(registers=64, shared=40_000, warps=4, spills=False, per_sm=2)
     alone = model.predict(full, 1, held)
     assert alone["bound"] in ("mma", "latency") and alone["waves"] == 0.0
     assert alone["predicted_us"] >= 188 * 2182.4
@@ -138,7 +138,7 @@ def test_occupancy_is_in_the_bound() -> None:
     assert many["waves"] == 2.0 and many["predicted_us"] == 2182.437
     # 8 programs of 10,000 + 32 x 4 x 32 = 14,096 bytes in flight: 2.38 MB take 21.1 times 0.8 us
     few = model.predict(
-        model.sparse_mla(1, 8, "bf16"), 8, model.Occupancy(registers=32, shared=10_000, warps=1, spills=False, per_sm=4)
+        model.sparse_mla(1, 8, "bf16"), 8, build.Occupancy(registers=32, shared=10_000, warps=1, spills=False, per_sm=4)
     )
     assert few["bound"] == "latency" and few["predicted_us"] == pytest.approx(0.8 * 2_384_928 / (8 * 14_096), abs=1e-3)
 
@@ -155,7 +155,7 @@ def test_occupancy_is_in_the_bound() -> None:
     ],
 )
 def test_resident_warps_by_hand(row: dict, warps: int) -> None:
-    assert model.resident_warps(row) == warps
+    assert build.resident_warps(row) == warps
 
 
 def test_every_case_has_a_launch_and_a_prediction() -> None:
@@ -177,9 +177,9 @@ def test_occupancy_comes_from_the_cubin() -> None:
     """In a process of its own: compiling is out of the question under the interpreter, which other tests switch on."""
     pytest.importorskip("triton")
     program = (
-        "from dataclasses import asdict; from shim.kernels import model\n"
+        "from dataclasses import asdict; from shim.kernels import build, model\n"
         "launch = model.launch_of(model.indexer_paged(1, 65536, 32))\n"
-        "found = model.occupancy(launch.build, launch.config, launch.variant)\n"
+        "found = build.occupancy(launch.build, launch.config, launch.variant)\n"
         "import json; print(json.dumps(asdict(found) | {'programs': launch.programs}))"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -191,7 +191,7 @@ def test_occupancy_comes_from_the_cubin() -> None:
     config = tune.paged((12, 0))
     assert found["warps"] == config.warps and not found["spills"]
     assert found["per_sm"] >= config.per_sm and found["programs"] == 188 * config.per_sm
-    assert 8192 < found["shared"] <= model.SHARED and 32 < found["registers"] <= 255
+    assert 8192 < found["shared"] <= build.SHARED and 32 < found["registers"] <= 255
 
 
 def test_the_interpreter_cannot_compile_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

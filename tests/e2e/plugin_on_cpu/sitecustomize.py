@@ -13,9 +13,14 @@ def in_torch(ops):
     import torch
     from gguf import GGMLQuantizationType
 
+    seen = {}  # with the weight, whose memory then stays its own; to compute it anew takes longer than all else
+
     def dequantised(weight, kind, dtype):
-        values = gguf.dequantize(weight.contiguous().numpy(), GGMLQuantizationType(int(kind)))
-        return torch.from_numpy(values).to(dtype)
+        key = weight.data_ptr(), weight.shape, weight.stride(), int(kind), dtype
+        if key not in seen:
+            values = gguf.dequantize(weight.contiguous().numpy(), GGMLQuantizationType(int(kind)))
+            seen[key] = weight, torch.from_numpy(values).to(dtype)
+        return seen[key][1]
 
     def mul_mat(weight, x, kind, row):
         return x @ dequantised(weight, kind, x.dtype).T
