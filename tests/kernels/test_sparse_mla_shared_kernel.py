@@ -84,6 +84,14 @@ def test_a_union_that_saves_too_little_is_left_alone(ends_alike):
     assert workspace.unions.counts.tolist() == [-1, distinct] and distinct <= workspace.unions.capacity
 
 
+def test_a_request_longer_than_there_is_memory_for():
+    config = CONFIGS["bf16"][0]
+    inputs, indices = neighbours(16, keep=0.98, switch=8)
+    workspace = shared(16, 8, inputs[1].dtype, config, width=224)  # of 300 and 200 positions
+    check(run(inputs, indices, workspace=workspace, sharing=config), truth(inputs, indices))
+    assert [count < 0 for count in workspace.unions.counts.tolist()] == [True, False]
+
+
 def test_more_groups_than_there_is_memory_for():
     config = CONFIGS["bf16"][2]
     inputs, indices = neighbours(19)

@@ -83,7 +83,8 @@ def rank(
     member = first + tl.arange(0, GROUP)
     same = tl.min((tl.load(req_ids + member, mask=member < tokens, other=request) == request).to(tl.int32), 0)
     alike = _alike(topk, first, tl.minimum(first + GROUP, tokens) - 1, columns, topk_t)
-    used = (tl.minimum(tl.load(seq_lens + request), width) + 31) // 32
+    length = tl.load(seq_lens + request)
+    used = (tl.minimum(length, width) + 31) // 32
     place = group.to(tl.int64) * (width // 32)
     count = 0
     for start in range(0, used, BLOCK):
@@ -91,7 +92,7 @@ def rank(
         ones = _ones(tl.load(bits + place + at, mask=at < used, other=0))
         tl.store(before + place + at, count + tl.cumsum(ones, 0) - ones, mask=at < used)
         count += tl.sum(ones, 0)
-    count = tl.where((same != 0) & alike & (count <= capacity), count, -1)
+    count = tl.where((same != 0) & alike & (count <= capacity) & (length <= width), count, -1)
     tl.store(counts + group, count)
     row = entries + group.to(tl.int64) * capacity
     for start in range(0, count, CLEAR):
@@ -124,7 +125,7 @@ def fill(
 class Unions:
     """Memory for the unions of `groups` groups at a time.
 
-    width:    the most positions of a request
+    width:    the most positions of a request; the tokens of a longer one share nothing
     capacity: the most rows of a union; a larger one is not worth it
     """
 
