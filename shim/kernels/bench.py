@@ -210,8 +210,9 @@ def ceilings() -> tuple[dict[str, Any], list[str]]:
     n = 8192
 
     def copy() -> None:
-        a, b = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda")
-        found["copy_gb_s"] = round(2 * a.numel() / time_us([lambda: b.copy_(a)]) / 1e3, 1)
+        # by a kernel: the driver's own copy reached 2.7 TB/s on an H200 whose memory does 4.2
+        a, b = torch.zeros(2, 1 << 28, dtype=torch.int32, device="cuda")
+        found["copy_gb_s"] = round(8 * a.numel() / time_us([lambda: torch.bitwise_not(a, out=b)]) / 1e3, 1)
 
     def bf16() -> None:
         a, b = torch.randn(2, n, n, dtype=torch.bfloat16, device="cuda")
