@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 import traceback
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -92,7 +93,9 @@ def patches(as_json: bool, ledgers: bool) -> None:
     if as_json:
         _print_json(table)
     else:
-        click.echo(f"vLLM {table['vllm'] or 'not found'}")
+        if table["vllm"] is None:
+            raise Stop(f"no vLLM came up in {sys.prefix}: install the shim into the Python that vLLM runs in")
+        click.echo(f"vLLM {table['vllm']}")
         _columns([(p["state"], p["name"], p["detail"] or p["why"]) for p in table["patches"]])
     failed = [p["name"] for p in table["patches"] if p["state"] in ("failed", "late") and p["required"]]
     sys.exit(1 if failed or table["vllm"] is None else 0)
@@ -157,6 +160,7 @@ def explain(capability: str, kv_cache_dtype: str, dtype: str, as_json: bool) -> 
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def selftest(as_json: bool) -> None:
     """Run every kernel against its reference, on this GPU or in Triton's interpreter; exit 1 if one is off."""
+    _needs("torch", "triton")
     from shim.selftest import SelftestProblem
     from shim.selftest import selftest as test
 
@@ -201,6 +205,7 @@ def gguf(path: str, as_json: bool) -> None:
 )
 def demo(as_json: bool, timeout: int) -> None:
     """Write a tiny GLM-5 GGUF, serve it through `wrap vllm serve`, ask it, and show which patches ran where."""
+    _needs("vllm", "tokenizers")
     from shim.demo import DemoProblem, show, work
 
     try:
@@ -212,6 +217,12 @@ def demo(as_json: bool, timeout: int) -> None:
     else:
         show(found)
     sys.exit(0 if found["ok"] else 1)
+
+
+def _needs(*modules: str) -> None:
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise Stop(f"no {' and no '.join(missing)} in {sys.prefix}: install the shim into the Python that vLLM runs in")
 
 
 def _verdict(found: dict[str, Any]) -> str:

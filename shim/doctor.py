@@ -85,13 +85,18 @@ def check_child() -> Finding:
     """Does a child process started like vLLM's come up with every required patch?"""
     try:
         rows = _patch_rows()
-    except env.EnvProblem as problem:
-        return Finding("skipped", str(problem))
+    except env.EnvProblem as problem:  # said by check_environment, but for the switch
+        switched_off = os.environ.get("GLM5_SHIM_OFF") == "1"
+        return Finding("warning" if switched_off else "skipped", str(problem), "unset it" if switched_off else "")
     bad = [r for r in rows if r["required"] and r["state"] in (State.FAILED.value, State.LATE.value)]
     if bad:
         return Finding("problem", "; ".join(f"{r['name']}: {r['detail']}" for r in bad), "glm5-shim patches shows all")
     if all(r["state"] == State.WAITING.value for r in rows):
         return Finding("problem", "the shim did not come up in a child process", "run without python -I, -E, -S")
+    off = [r["name"] for r in rows if r["required"] and r["state"] == State.OFF.value]
+    if off:
+        said = f"left out by GLM5_SHIM_SKIP, and GLM-5 needs them unless you know better: {', '.join(off)}"
+        return Finding("warning", said, "unset GLM5_SHIM_SKIP")
     states = [r["state"] for r in rows]
     counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     return Finding("ok", f"in a child process: {counts}")

@@ -109,6 +109,8 @@ def run(command: Sequence[str]) -> None:
         env.check(tuple(patch.name for patch in PATCHES))
     except env.EnvProblem as problem:
         raise WrapProblem(str(problem)) from None
+    if env.off():
+        print("glm5-shim: GLM5_SHIM_OFF is set: the command runs without the shim", file=sys.stderr)
     for name in env.unknown():
         print(f"glm5-shim: {name} is not a variable of glm5-shim, and does nothing", file=sys.stderr)
     executable = find(command[0])

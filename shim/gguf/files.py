@@ -155,13 +155,18 @@ def part_paths(path: str | os.PathLike[str]) -> list[Path]:
         if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", os.fspath(path)) and given.suffix.lower() != ".gguf":
             raise GGUFProblem(
                 f"{given} does not exist; if it is a repository, download its files first "
-                f"(hf download {os.fspath(path).partition(':')[0]} --local-dir DIR); {GIVE}"
+                f"({_download(os.fspath(path))}); {GIVE}"
             )
         raise GGUFProblem(f"{given} does not exist; {GIVE}")
     if name is None:
         _check_suffix(given, PART_NAME)
         return [given]
     return [given.with_name(n) for n in _part_names(name["stem"], int(name["count"]))]
+
+
+def _download(repository: str) -> str:
+    name, colon, quant = repository.partition(":")
+    return f"hf download {name}" + (f" --include '*{quant}*'" if colon else "") + " --local-dir DIR"
 
 
 def _part_names(stem: str, count: int) -> list[str]:

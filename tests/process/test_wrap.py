@@ -216,3 +216,9 @@ def test_a_script_that_only_vllms_plugins_switch_on(python, tmp_path, value, ggu
     done = python("-c", SCRIPT, value, model, PYTHONPATH="")
     assert (done.stdout, done.returncode) == (("", 1) if said else ("made\n", 0)), done.stderr
     assert said.format(model) in done.stderr.splitlines()[-1] if said else "glm5-shim" not in done.stderr
+
+
+def test_a_command_without_the_shim_is_told(wrap):
+    done = wrap(sys.executable, "-c", "import sys; print('shim.activate' in sys.modules)", GLM5_SHIM_OFF="1")
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    assert done.stderr == "glm5-shim: GLM5_SHIM_OFF is set: the command runs without the shim\n"

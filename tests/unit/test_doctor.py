@@ -97,7 +97,7 @@ def test_what_is_said_of_variables(monkeypatch, name, value, status, why):
 def test_where_the_shim_cannot_come_up_nothing_false_is_said(monkeypatch, variable):
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
-    assert doctor.check_child().status == "skipped"
+    assert doctor.check_child().status == ("warning" if variable == {"GLM5_SHIM_OFF": "1"} else "skipped")
     done = CliRunner().invoke(main, ["patches"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert next(iter(variable)) in done.stderr and done.stderr.count("\n") == 1
@@ -211,3 +211,24 @@ def test_ledgers_of_processes_that_ran(monkeypatch, own_ledger):
     said = CliRunner().invoke(main, ["patches", "--ledgers"]).stdout
     assert f"{os.getpid()} running  " in said and "1 applied, 1 failed (kv_cache_dtype)" in said
     assert "acted: closing_gate" in said
+
+
+def test_a_required_patch_that_is_left_out_is_told(monkeypatch):
+    rows = [
+        {"name": "gguf_loader", "required": True, "state": "off", "detail": ""},
+        {"name": "closing_gate", "required": True, "state": "applied", "detail": ""},
+    ]
+    monkeypatch.setattr(doctor, "_patch_rows", lambda: rows)
+    finding = doctor.check_child()
+    assert finding.status == "warning" and "gguf_loader" in finding.why and "closing_gate" not in finding.why
+    rows[0]["state"] = "applied"
+    assert doctor.check_child().status == "ok"
+
+
+@pytest.mark.parametrize("command, missing", [("demo", "tokenizers"), ("selftest", "torch")])
+def test_a_python_without_vllm_is_told_so(monkeypatch, command, missing):
+    from shim import cli
+
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else object())
+    done = CliRunner().invoke(main, [command])
+    assert done.exit_code == 1 and f"no {missing} in " in done.stderr and done.stderr.count("\n") == 1

@@ -138,10 +138,9 @@ def test_a_device():
 
 @pytest.mark.parametrize("name", ["unsloth/GLM-5-GGUF", "unsloth/GLM-5-GGUF:UD-Q4_K_XL"])
 def test_a_repositorys_name(name):
-    said = (
-        "does not exist; if it is a repository, download its files first (hf download unsloth/GLM-5-GGUF --local-dir "
-    )
-    assert problem(name).startswith(f"{name} {said}")
+    one_quant = " --include '*UD-Q4_K_XL*'" if ":" in name else ""
+    said = f"download its files first (hf download unsloth/GLM-5-GGUF{one_quant} --local-dir DIR)"
+    assert problem(name).startswith(f"{name} does not exist; if it is a repository, {said}")
     assert "repository" not in problem("models/x.gguf")
 
 
