@@ -95,7 +95,7 @@ def _refuse_vllm(problem: Exception) -> None:
 
     said = str(problem) if isinstance(problem, env.EnvProblem) else f"{type(problem).__name__}: {problem}"
     error = ShimError(
-        f"glm5-shim could not come up, so vLLM is not started without it: {said}. GLM5_SHIM_OFF=1 switches it off."
+        f"glm5-shim could not come up, so vLLM is not started without it: {said} (GLM5_SHIM_OFF=1 switches it off)"
     )
     if "vllm" in sys.modules:
         raise error from problem

@@ -83,7 +83,10 @@ def patches(as_json: bool, ledgers: bool) -> None:
     from shim.env import EnvProblem
 
     if ledgers:
-        found = doctor.processes()
+        try:
+            found = doctor.processes()
+        except NotADirectoryError:
+            raise Stop("GLM5_SHIM_STATE_DIR is a file; expected a directory") from None
         (_print_json if as_json else _print_processes)(found)
         return
     try:

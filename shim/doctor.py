@@ -117,8 +117,10 @@ def check_directories() -> Finding:
 
 def check_gpu() -> Finding:
     """Which GPU is there, and what does this version of the shim do on it?"""
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return Finding("skipped", f"no torch in {sys.prefix}")
     if not torch.cuda.is_available():
         return Finding("skipped", "no NVIDIA GPU is visible: GLM-5 runs with reference kernels, for demo and tests")
     found = torch.cuda.get_device_capability()
@@ -198,8 +200,11 @@ def patches() -> dict[str, Any]:
 
 def processes() -> dict[str, Any]:
     """What the ledgers say, oldest process first: `{"directory", "processes": [{"pid", "role", "running", "vllm",
-    "states": {state: [patch, ..]}, "used": [patch, ..]}]}`. `vllm`: None where it was not imported."""
+    "states": {state: [patch, ..]}, "used": [patch, ..]}]}`. `vllm`: None where it was not imported. NotADirectoryError
+    if the state directory is a file."""
     rows = []
+    if env.state_dir().exists() and not env.state_dir().is_dir():
+        raise NotADirectoryError(str(env.state_dir()))
     for one in ledger.read(env.state_dir()):
         states: dict[str, list[str]] = {}
         for patch in one["patches"]:

@@ -231,6 +231,9 @@ def _read_header(path: Path) -> HeaderReader:
 
 def _check_arch(path: Path, metadata: Metadata, arch: str) -> None:
     found = metadata.get("general.architecture", "none")
+    if found == "none" and "split.no" in metadata:  # only the first part has it
+        number, count = metadata["split.no"] + 1, metadata.get("split.count", 0)
+        raise GGUFProblem(f"{path.name} is part {number} of {count} under another name; give all their published names")
     if found != arch:
         raise WrongArchitecture(f"{path.name} is of architecture {found}, expected {arch}; this shim serves GLM-5 only")
 

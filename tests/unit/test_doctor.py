@@ -232,3 +232,10 @@ def test_a_python_without_vllm_is_told_so(monkeypatch, command, missing):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else object())
     done = CliRunner().invoke(main, [command])
     assert done.exit_code == 1 and f"no {missing} in " in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_ledgers_in_a_file(monkeypatch, tmp_path):
+    (tmp_path / "state").write_text("")
+    monkeypatch.setenv("GLM5_SHIM_STATE_DIR", str(tmp_path / "state"))
+    done = CliRunner().invoke(main, ["patches", "--ledgers"])
+    assert done.exit_code == 1 and done.stderr == "glm5-shim: GLM5_SHIM_STATE_DIR is a file; expected a directory\n"

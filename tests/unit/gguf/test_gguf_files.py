@@ -258,6 +258,13 @@ def test_big_endian(tmp_path):
     assert "big-endian" in problem(tmp_path / "big.gguf")
 
 
+def test_a_later_part_under_another_name(make):
+    path = make(parts=3)
+    other = path.with_name("mine.gguf")
+    other.write_bytes(path.with_name(path.name.replace("00001-of", "00002-of")).read_bytes())
+    assert problem(other) == "mine.gguf is part 2 of 3 under another name; give all their published names"
+
+
 def test_other_architecture(make):
     line = problem(make(metadata={"general.architecture": "llama"}))
     assert line == "small.gguf is of architecture llama, expected glm-dsa; this shim serves GLM-5 only"
