@@ -73,7 +73,7 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
             expert_ranks = 1 if parallel_experts else ranks * _size(argv, "--data-parallel-size", "-dp")
             return cut_problem(model, ranks, expert_ranks)
     except WrongArchitecture as problem:
-        return None if others_serve_gguf() else f"{problem}; for it vLLM itself needs vllm-gguf-plugin"
+        return None if others_serve_gguf() else str(problem)
     except GGUFProblem as problem:
         return str(problem)
     return None

@@ -73,7 +73,7 @@ def serve_gguf(engine_args: Any) -> Any:
         model = open_model(named)
     except WrongArchitecture as problem:
         if not others_serve_gguf():
-            raise WrongArchitecture(f"{problem}; for it vLLM itself needs vllm-gguf-plugin") from None
+            raise
         ledger.idle(NAME, str(problem))
         return None
     require_complete(model)
