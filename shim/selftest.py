@@ -99,6 +99,7 @@ def cases(device: torch.device, large: bool) -> Iterator[Case]:
     for kv in ("bf16", "fp8"):
         for tokens in (1, 64, 4096) if large else (2,):
             yield sparse_mla_case(generator, tokens, length, TOPK if large else 64, kv)
+        yield sparse_mla_case(generator, 4096 if large else 8, length, TOPK if large else 64, kv, alike=True)
     yield prefill_case(generator, *((1024, 32_768) if large else (8, 192)))
     for batch in (1, 32) if large else (2,):
         yield paged_case(generator, batch, length)
@@ -106,32 +107,41 @@ def cases(device: torch.device, large: bool) -> Iterator[Case]:
     yield topk_case(generator, 1024 if large else 3, length // 2, TOPK if large else 32, windows=True)
 
 
-def sparse_mla_case(generator: torch.Generator, tokens: int, length: int, columns: int, kv: str) -> Case:
-    """One request of `length` cached tokens; a quarter of the chosen positions is -1."""
+def sparse_mla_case(
+    generator: torch.Generator, tokens: int, length: int, columns: int, kv: str, alike: bool = False
+) -> Case:
+    """One request of `length` cached tokens; a quarter of the chosen positions is -1. alike: the rest are the same for
+    all tokens, which then share gathers where this GPU's plan has that."""
     import torch
 
-    from shim.kernels.sparse_mla import launch, reference
+    from shim.kernels.sparse_mla import launch, reference, tune
 
     draw = _Draw(generator)
     rows = draw.normal(length // 64, 64, reference.ROW)
     cache = reference.pack_fp8_ds_mla(rows) if kv == "fp8" else rows.bfloat16()
     q = draw.normal(tokens, HEADS, reference.ROW).bfloat16()
-    topk = draw.integers(length, tokens, columns)
+    topk = draw.permutation(length)[:columns].repeat(tokens, 1) if alike else draw.integers(length, tokens, columns)
     topk[draw.integers(4, tokens, columns) == 0] = -1
     req_ids = torch.zeros(tokens, dtype=torch.int32, device=generator.device)
     table = draw.permutation(length // 64)[None]
     seq_lens = torch.full((1,), length, dtype=torch.int32, device=generator.device)
     scale = reference.ROW**-0.5
+    options: dict[str, Any] = {}
+    most = max(tokens, tune.SHARE_FROM)
+    sharing = tune.sharing(most, HEADS, cache.dtype, launch.is_large(generator.device)) if alike else None
+    if sharing is not None:
+        workspace = launch.Workspace(most, HEADS, cache.dtype, generator.device, columns, positions=length)
+        options = {"workspace": workspace, "sharing": sharing}
 
     def call() -> Any:
-        return launch.sparse_mla(q, cache, topk, req_ids, table, seq_lens, scale)
+        return launch.sparse_mla(q, cache, topk, req_ids, table, seq_lens, scale, **options)
 
     def compare(got: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         few = slice(0, 64)  # rows are independent, and float64 is slow
         want = reference.sparse_mla(q[few], cache, topk[few], req_ids[few], table, scale, torch.float64)
         return [(w, g[few]) for w, g in zip(want, got, strict=True)]
 
-    what = f"{tokens} tokens, {HEADS} heads, top-k {columns} of {length}, {kv} cache"
+    what = f"{tokens} tokens{' alike' if alike else ''}, {HEADS} heads, top-k {columns} of {length}, {kv} cache"
     return Case("sparse_mla", what, 1e-2, call, compare)
 
 

@@ -45,7 +45,7 @@ def test_a_broken_kernel_is_red(monkeypatch, name, breakage):
         return made[breakage](*shape)
 
     replacements = {
-        "sparse_mla": (sparse_mla, "sparse_mla", lambda q, *_: (answer(*q.shape[:2], 512), answer(*q.shape[:2]))),
+        "sparse_mla": (sparse_mla, "sparse_mla", lambda q, *_, **__: (answer(*q.shape[:2], 512), answer(*q.shape[:2]))),
         "indexer_prefill": (indexer, "mqa_logits", lambda q, k, *_: answer(len(q), len(k))),
         "indexer_paged": (indexer, "paged_mqa_logits", lambda q, c, w, lens, t, length: answer(len(w), length)),
         "topk": (topk, "topk", lambda logits, lengths, k, starts=None: answer(len(logits), k)),
