@@ -112,14 +112,15 @@ def _indexer(work: model.Work) -> Measured:
 def _topk(work: model.Work) -> Measured:
     import torch
 
-    from shim.kernels.topk import bench, launch, tune
+    from shim.kernels import host
+    from shim.kernels.topk import bench, tune
 
     row = bench.compare(work.tokens, work.keys, work.inputs)
     if row["ours_exact"] < 1:
         raise ValueError(f"only {row['ours_exact']:.0%} of the rows are exact")
     natives = {name: row[f"{name}_us"] for name in bench.NATIVE if f"{name}_us" in row}
     missing = {name: row[name] for name in bench.NATIVE if name in row}
-    plan = tune.plan(work.tokens, work.keys, launch.sm_count(torch.device("cuda")))
+    plan = tune.plan(work.tokens, work.keys, host.sm_count(torch.device("cuda")))
     return Measured(row["ours_us"], natives, missing, 1 - row["ours_exact"], str(plan))
 
 

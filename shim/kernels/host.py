@@ -4,6 +4,7 @@ follows from the forms of the arguments alone is therefore checked and planned o
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,3 +79,8 @@ class Compiled:
         if (count := self.count()) > self._told:
             self._told = count
             log.warning("%s compiled a variant after warm-up: %s", self.op, call)
+
+
+@lru_cache
+def sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -133,6 +133,8 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="positions"):
         Unions(1, (1 << 23) + 1, 8, "cpu")
     inputs, indices = neighbours(3)
+    with pytest.raises(ValueError, match="a group is of 16 tokens"):
+        Unions(1, 320, 64, DEVICE).build(indices[0], indices[1], indices[3], 16)
     with pytest.raises(ValueError, match="workspace"):
         run(inputs, indices, sharing=CONFIGS["bf16"][0])
 

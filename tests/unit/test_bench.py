@@ -314,7 +314,7 @@ def test_what_the_folders_benches_say_becomes_a_measurement(kernel: str, monkeyp
         if kernel.startswith("indexer"):
             monkeypatch.setattr(module, case, lambda *a, case=case: (case, *a))
     if kernel == "topk":
-        monkeypatch.setattr(importlib.import_module("shim.kernels.topk.launch"), "sm_count", lambda device: 188)
+        monkeypatch.setattr(importlib.import_module("shim.kernels.host"), "sm_count", lambda device: 188)
     got = bench.measure(work)
     assert got.ours_us == 4.0 and list(got.natives.values()) == [5.0] and got.configuration
     expected = {

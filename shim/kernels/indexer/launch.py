@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import torch
 
-from shim.kernels.host import Compiled, Form, Launch, form
+from shim.kernels.host import Compiled, Form, Launch, form, sm_count
 from shim.kernels.indexer import kernel, tune
 from shim.kernels.indexer.reference import BLOCK, DIM, FP8_TOKEN_BYTES
-from shim.kernels.sparse_mla.launch import sm_count  # and bf16 under the interpreter
+from shim.kernels.sparse_mla import launch as _  # noqa: F401 - mends bf16 under the interpreter
 
 FP8 = torch.float8_e4m3fn
 INTERPRETED = (12, 0)  # what a CPU under the interpreter counts as

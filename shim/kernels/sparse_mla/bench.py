@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 
+from shim.kernels.host import sm_count
 from shim.kernels.sparse_mla import kernel, launch, native, reference, tune
 from shim.kernels.sparse_mla.overlap import overlapping_sets
 
@@ -121,7 +122,7 @@ def time_us(runs: list[Run], graph: bool = True) -> float:
 def compare(tokens: int, heads: int, kv: str, keep: float | None = None) -> dict[str, Any]:
     """One line of the table: ours, each native kernel that takes this case, and the gather alone."""
     case = Case(tokens, heads, kv, keep=keep)
-    sms = launch.sm_count(case.q.device)
+    sms = sm_count(case.q.device)
     plan = tune.configuration(tokens, heads, case.cache.dtype, sms, large=launch.is_large(case.q.device))
     workspace = launch.Workspace(max(tokens, 1), heads, case.cache.dtype, "cuda", positions=ROWS)
     row: dict[str, Any] = {"tokens": tokens, "heads": heads, "kv": kv, "keep": keep, "plan": str(plan)}
@@ -181,7 +182,7 @@ def compile_first(job: tuple[tune.Config, int, str]) -> None:
 
 def tune_case(tokens: int, heads: int, kv: str, deadline: float) -> list[tuple[float, tune.Plan]]:
     case = Case(tokens, heads, kv)
-    sms = launch.sm_count(case.q.device)
+    sms = sm_count(case.q.device)
     found: list[tuple[float, tune.Plan]] = []
     default = tune.configuration(tokens, heads, case.cache.dtype, sms, large=launch.is_large(case.q.device))
     base = default.config

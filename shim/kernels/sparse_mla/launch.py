@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from shim.kernels.host import Compiled, Form, Launch, form
+from shim.kernels.host import Compiled, Form, Launch, form, sm_count
 from shim.kernels.sparse_mla import interpret, kernel, tune, union
 from shim.kernels.sparse_mla.reference import FP8_ROW_BYTES, LATENT, ROPE, ROW
 
@@ -314,11 +314,6 @@ def is_large(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 227 << 10
-
-
-@lru_cache
-def sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _check(latent: Form, rope: Form, cache: Form, topk: Form, req_ids: Form, block_table: Form, seq_lens: Form) -> None:

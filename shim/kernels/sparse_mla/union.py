@@ -146,6 +146,8 @@ class Unions:
 
         topk, req_ids, seq_lens: as `launch.sparse_mla` takes them; a position that a token names twice counts once.
         """
+        if group > MOST:
+            raise ValueError(f"a group is of {group} tokens, expected at most {MOST}")
         tokens, columns = topk.shape
         count = -(-tokens // group)
         self.bits[:count].zero_()

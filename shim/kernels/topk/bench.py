@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 
+from shim.kernels.host import sm_count
 from shim.kernels.topk import launch, tune
 
 K, SETS, REPLAYS = 2048, 4, 15
@@ -54,7 +55,7 @@ class Case:
 
     def ours(self, plan: tune.Plan | None = None) -> list[Run]:
         rows, columns = self.logits[0].shape
-        plan = plan or tune.plan(rows, columns, launch.sm_count(self.out.device))
+        plan = plan or tune.plan(rows, columns, sm_count(self.out.device))
         workspace = launch.Workspace.of(plan, rows, self.out.device)
         options: dict[str, Any] = {"out": self.out, "workspace": workspace, "plan": plan}
         return [partial(launch.topk, x, self.lengths, K, **options) for x in self.logits]
@@ -102,7 +103,7 @@ def time_us(runs: list[Run]) -> float:
 def compare(rows: int, columns: int, kind: str) -> dict[str, Any]:
     """One line of the table."""
     case = Case(rows, columns, kind)
-    plan = tune.plan(rows, columns, launch.sm_count(case.out.device))
+    plan = tune.plan(rows, columns, sm_count(case.out.device))
     line: dict[str, Any] = {"rows": rows, "columns": columns, "kind": kind, "parts": plan.parts}
     line["ours_us"] = time_us(case.ours())
     line["ours_exact"] = case.agreement()
@@ -151,7 +152,7 @@ def sweep() -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for rows, columns in [(1, 65_536), (1, 131_072), (8, 131_072), (64, 131_072), (64, 8192), *PREFILL]:
         case = Case(rows, columns)
-        sms = launch.sm_count(case.out.device)
+        sms = sm_count(case.out.device)
         found = []
         for config, is_shared in jobs:
             plan = tune.plan_for(config, config, rows, columns, sms)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shim.kernels.host import Compiled, Form, Launch, form
+from shim.kernels.host import Compiled, Form, Launch, form, sm_count
 from shim.kernels.topk import kernel, tune
 
 compiled = Compiled("topk", kernel.whole_rows, kernel.shared_rows)
@@ -174,11 +174,6 @@ def warm_up(k: int, max_rows: int, max_columns: int, device: torch.device | str)
             count += 1
     compiled.warm(device)
     return count
-
-
-@lru_cache
-def sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _check(logits: Form, lengths: Form, k: int, starts: Form | None, next_n: int | None) -> bool:
