@@ -49,8 +49,9 @@ def jobs() -> list[dict]:
         for name, heads in (("SHARED_LARGE", 8), ("LARGE", 64))
         for fp8 in (False, True)
     ]
-    merges = [{"cap": cap, "q": q, "alone": "merge"} for cap in (120, 90, 89, 80) for q in Q]
-    unions = [{"cap": cap, "q": "bf16", "alone": name} for cap in (120, 90) for name in ("mark", "rank", "fill")]
+    merges = [{"cap": 120, "q": q, "alone": "merge", "splits": 2**n} for q in Q for n in range(1, 7)]
+    merges += [{"cap": cap, "q": q, "alone": "merge", "splits": tune.MAX_SPLITS} for cap in (90, 89, 80) for q in Q]
+    unions = [{"cap": cap, "q": "bf16", "alone": name} for cap in (120, 90) for name in ("mark", "emit")]
     return full + alike + other + merges + unions
 
 
@@ -67,14 +68,14 @@ def compile_one(job: dict) -> dict:
     q = job["q"]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[q]
     if job.get("alone") == "merge":
-        function, constants, warps = kernel.merge, launch.MERGE_CONSTANTS, tune.MERGE_WARPS
+        function, constants, warps = kernel.merge, launch.merge_constants(job["splits"]), tune.MERGE_WARPS
         pointers = {"part_out": "fp32", "part_lse": "fp32", "out": q, "lse": "fp32"}
     elif "alone" in job:
         function = getattr(union, job["alone"])
         constants, warps = {"GROUP": 8, "BLOCK": union.COLUMNS}, 4
-        if job["alone"] == "rank":
-            constants, warps = {"GROUP": 8, "BLOCK": union.WORDS, "CLEAR": union.CLEARED}, 8
-        pointers = dict.fromkeys(("topk", "req_ids", "seq_lens", "bits", "before", "entries", "counts"), "i32")
+        if job["alone"] == "emit":
+            constants, warps = {"GROUP": 8, "BLOCK": union.WORDS}, 8
+        pointers = dict.fromkeys(("topk", "req_ids", "seq_lens", "bits", "entries", "counts"), "i32")
     else:
         cache = torch.uint8 if job["fp8"] else dtype
         config = tune.config_for(job.get("heads", 8), cache, large=job.get("from") == "LARGE")

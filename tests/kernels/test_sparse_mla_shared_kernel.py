@@ -37,8 +37,8 @@ def neighbours(tokens, heads=8, columns=64, kv="bf16", q="bf16", keep=0.9, switc
 def shared(tokens, heads, dtype, config, columns=64, groups=None, width=320, sets=8):
     workspace = launch.Workspace(tokens, heads, dtype, DEVICE, columns)
     groups = groups or -(-tokens // config.group)
-    workspace.unions = Unions(groups, width, sets * columns, DEVICE)
-    for buffer in (workspace.unions.bits, workspace.unions.before, workspace.unions.entries):
+    workspace.unions = Unions(groups, config.group, width, sets * columns, DEVICE)
+    for buffer in (workspace.unions.bits, workspace.unions.entries, workspace.unions.counts):
         buffer.fill_(-7)
     return workspace
 
@@ -104,10 +104,10 @@ def test_more_groups_than_there_is_memory_for():
 def test_unions_are_the_sets(group, length):
     tokens = 2 * group + 1
     _, (topk, req_ids, _, seq_lens) = neighbours(tokens, keep=0.95, switch=tokens, lengths=(length, 40))
-    unions = Unions(8, 320, group * 64, DEVICE)
-    for buffer in (unions.bits, unions.before, unions.entries, unions.counts):
+    unions = Unions(8, group, 320, group * 64, DEVICE)
+    for buffer in (unions.bits, unions.entries, unions.counts):
         buffer.fill_(-7)
-    entries, counts = unions.build(topk, req_ids, seq_lens, group)
+    entries, counts = unions.build(topk, req_ids, seq_lens)
     assert (counts >= 0).all()
     for g in range(3):
         expected = {}
@@ -131,10 +131,10 @@ def test_sharing_is_for_many_neighbours_only(monkeypatch):
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="positions"):
-        Unions(1, (1 << 23) + 1, 8, "cpu")
-    inputs, indices = neighbours(3)
+        Unions(1, 8, (1 << 23) + 1, 8, "cpu")
     with pytest.raises(ValueError, match="a group is of 16 tokens"):
-        Unions(1, 320, 64, DEVICE).build(indices[0], indices[1], indices[3], 16)
+        Unions(1, 16, 320, 64, "cpu")
+    inputs, indices = neighbours(3)
     with pytest.raises(ValueError, match="workspace"):
         run(inputs, indices, sharing=CONFIGS["bf16"][0])
 

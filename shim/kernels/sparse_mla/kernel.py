@@ -268,34 +268,32 @@ def merge(
     part_out, part_lse, out, lse, heads, splits,
     out_t, out_n,  # in 8 values
     lse_t, lse_n,  # in values
-    MAX_SPLITS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHARES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program is BLOCK_D outputs of one head of one token: the sum of its shares, in their order.
+    """One program is BLOCK_D outputs of one head of one token: the sum of its shares, up to SHARES.
 
-    part_out: fp32 [T, splits, heads, 512], part_lse: fp32 [T, splits, heads], contiguous.
+    part_out: fp32 [T, splits, heads, 512], part_lse: fp32 [T, splits, heads], contiguous. All loads are under way
+    together: what counts is how long one takes.
     """
+    PIECES: tl.constexpr = 512 // BLOCK_D
     pid = tl.program_id(0).to(tl.int64)
-    t = pid // heads
-    n = pid % heads
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    shares = t * splits * heads + n
-    every = tl.arange(0, MAX_SPLITS)
-    every_lse = tl.load(part_lse + shares + every * heads, mask=every < splits, other=float("-inf"))
-    top = tl.maximum(tl.max(every_lse, 0), FAR)
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, splits, STEP):
-        s = start + tl.arange(0, STEP)
-        share = shares + s * heads
-        weight = tl.exp2((tl.load(part_lse + share, mask=s < splits, other=float("-inf")) - top) * LOG2E)  # [STEP]
-        values = tl.load(part_out + share[:, None] * 512 + d[None, :], mask=(s < splits)[:, None], other=0)
-        acc += tl.sum(values * weight[:, None], 0)
-        total += tl.sum(weight, 0)
+    piece = pid % PIECES
+    t = pid // PIECES // heads
+    n = pid // PIECES % heads
+    d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.arange(0, SHARES)
+    share = (t * splits + s) * heads + n
+    values = tl.load(part_out + share[:, None] * 512 + d[None, :], mask=(s < splits)[:, None], other=0)
+    part = tl.load(part_lse + share, mask=s < splits, other=float("-inf"))
+    top = tl.maximum(tl.max(part, 0), FAR)
+    weight = tl.exp2((part - top) * LOG2E)  # [SHARES]
+    total = tl.sum(weight, 0)
     full = total > 0
-    acc = tl.where(full, acc / tl.where(full, total, 1.0), 0.0)
+    total = tl.where(full, total, 1.0)
+    acc = tl.sum(values * weight[:, None], 0) / total  # none chosen: 0 / 1
     tl.store(out + t * out_t * 8 + n * out_n * 8 + d, acc.to(out.dtype.element_ty))
-    if tl.program_id(1) == 0:
-        result = tl.where(full, top + tl.log2(tl.where(full, total, 1.0)) * LN2, float("-inf"))
+    if piece == 0:
+        result = tl.where(full, top + tl.log2(total) * LN2, float("-inf"))
         tl.store(lse + t * lse_t + n * lse_n, result)
 
 

@@ -15,7 +15,7 @@ from shim.kernels.sparse_mla.reference import FP8_ROW_BYTES, LATENT, ROPE, ROW
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _TYPES = (torch.bfloat16, torch.float16)
-compiled = Compiled("sparse_mla", kernel.attend, kernel.merge, union.mark, union.rank, union.fill)
+compiled = Compiled("sparse_mla", kernel.attend, kernel.merge, union.mark, union.emit)
 
 if triton.knobs.runtime.interpret:
     interpret.install()
@@ -50,8 +50,8 @@ class Workspace:
         sharing = tune.sharing(max_tokens, heads, cache_dtype, large) if positions else None
         self.unions: union.Unions | None = None
         if sharing is not None:
-            groups = min(-(-max_tokens // sharing.group), max(1, tune.UNION_BYTES * 8 // positions))
-            self.unions = union.Unions(groups, positions, tune.MOST_SETS * columns, device)
+            groups = min(-(-max_tokens // sharing.group), max(1, tune.UNION_BYTES * 8 // positions // sharing.group))
+            self.unions = union.Unions(groups, sharing.group, positions, tune.MOST_SETS * columns, device)
 
     def check(self, tokens: int, splits: int, heads: int) -> None:
         rows = tokens * splits * heads
@@ -133,9 +133,7 @@ def sparse_mla(
         *call.attend.numbers, **call.attend.options,
     )  # fmt: skip
     if call.merge is not None:
-        kernel.merge[(call.merge.programs, LATENT // tune.MERGE_D)](
-            shares, share_lse, out, lse, *call.merge.numbers, **call.merge.options
-        )
+        kernel.merge[(call.merge.programs,)](shares, share_lse, out, lse, *call.merge.numbers, **call.merge.options)
     compiled.tell(call)
     return out, lse
 
@@ -161,7 +159,7 @@ def _attend_shared(
         part = slice(first, first + step)
         q, results = (latent[part], rope[part]), (out[part], lse[part])
         chosen, requests = topk[part], req_ids[part]
-        entries, counts = unions.build(chosen, requests, seq_lens, sharing.group)
+        entries, counts = unions.build(chosen, requests, seq_lens)
         forms = tuple(map(form, (*q, cache, block_table, *results)))
         for config, columns, left in ((sharing, entries, 0), (alone, chosen, sharing.group)):
             launch = _attend(*forms, form(columns), config, columns.shape[1], 1, left)
@@ -207,7 +205,8 @@ def _call(
     splits = max(1, -(-columns // span))
     attend = _attend(latent, rope, cache, block_table, out, lse, topk, plan.config, span, splits)
     numbers = (heads, splits, out.strides[0] // 8, out.strides[1] // 8, *lse.strides)
-    merge = Launch(tokens * heads, numbers, MERGE_CONSTANTS | {"num_warps": tune.MERGE_WARPS})
+    options = merge_constants(splits)
+    merge = Launch(tokens * heads * LATENT // options["BLOCK_D"], numbers, options | {"num_warps": tune.MERGE_WARPS})
     return _Call(plan, splits, attend, merge if splits > 1 else None)
 
 
@@ -245,7 +244,10 @@ def _attend(
     return Launch(programs, numbers, options | {"num_warps": config.warps})
 
 
-MERGE_CONSTANTS = {"MAX_SPLITS": tune.MAX_SPLITS, "STEP": tune.MERGE_STEP, "BLOCK_D": tune.MERGE_D}
+def merge_constants(splits: int) -> dict[str, int]:
+    """What `kernel.merge` is compiled for: one variant for each power of two."""
+    shares = triton.next_power_of_2(splits)
+    return {"SHARES": shares, "BLOCK_D": min(LATENT, tune.MERGE_VALUES // shares)}
 
 
 @lru_cache
@@ -265,7 +267,7 @@ def variants(
     seen = set()
     for tokens in range(1, max_tokens + 1):
         plan = tune.configuration(tokens, heads, cache_dtype, sms, columns, large)
-        if (key := (plan.config, plan.splits > 1)) not in seen:
+        if (key := (plan.config, plan.splits)) not in seen:
             seen.add(key)
             yield tokens, plan
 

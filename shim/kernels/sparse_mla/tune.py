@@ -16,7 +16,7 @@ SHARE = 1  # writing and reading back a share's fp32 result, in tiles: 8 heads a
 MERGE = 4  # what the second launch costs, in tiles; predicted: 2 us in a captured graph
 MERGE_SHARE = 1.25  # and a share of an SM's; H200: with it 8 tokens take 32 shares, not 64, which costs 2 to 3 us
 SCAN = 1024  # columns looked at in one step for the last one that is not -1; predicted: two steps do a row of 2048
-MERGE_STEP, MERGE_D, MERGE_WARPS = 16, 128, 4  # predicted: 8 heads of one token give 32 programs, each reads 32 KB
+MERGE_VALUES, MERGE_WARPS = 2048, 4  # fp32 of one program; predicted: 8 heads of 64 shares give 128, each reads 8 KB
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ SHARE_FROM = 512  # tokens; predicted: fewer leave SMs without a group
 # H200: unions of 1.07, 1.35 and 1.69 sets (8 tokens that keep 0.99, 0.95, 0.9) take 0.65, 0.75 and 0.87 of the time
 # without sharing; 2.36 (keep 0.8) would take longer
 MOST_SETS = 2  # a union has at most so many times the columns of a row
-UNION_BYTES = 64 << 20  # a bit for each position of a request and group of tokens; what has no room comes next
+UNION_BYTES = 128 << 20  # a bit for each token and position of its request; tokens that have no room come next
 
 
 def sharing(tokens: int, heads: int, cache_dtype: torch.dtype, large: bool = False) -> Config | None:

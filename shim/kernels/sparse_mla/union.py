@@ -2,14 +2,12 @@
 """The rows that a group of neighbouring tokens chose, each once, with a bit for every token that chose it.
 
 Neighbouring tokens of a prompt choose nearly the same rows (`overlap.py`), so that a group can gather them once. Built
-on the device, without a sync, in three steps: `mark` sets one bit per position and group; `rank` counts the bits before
-each word, so that a position's place in the union is known; `fill` has each token put its bit there. Entries, each
-position * 256 + the tokens' bits, stand in the order of positions, whatever the order of the steps' programs. A group
-has no union, and its count is -1, where its tokens are of several requests or the union would save too little. Most of
-those are seen by a sample before anything is marked (`_alike`).
+on the device, without a sync, in two steps: `mark` has each token set a bit for each position that it chose, in a plane
+of its own; `emit` goes over the planes of a group, side by side, and writes the positions in which any has a bit. An
+entry is position * 256 + the tokens' bits. A group has no union, and its count is -1, where its tokens are of several
+requests or the union would save too little. Most of those are seen by a sample before anything is marked (`_alike`).
 
-Source of the idea: the unions of a tile of query tokens in sgl-project/sglang#32779; a bit vector with rank is from
-Jacobson, "Space-efficient static trees and graphs" (1989).
+Source of the idea: the unions of a tile of query tokens in sgl-project/sglang#32779.
 """
 
 import torch
@@ -18,16 +16,8 @@ import triton.language as tl
 
 MOST = 8  # tokens of a group: bits of an entry beside its position
 REACH = 1 << 23  # positions are below this: what an int32 entry holds beside them
-COLUMNS, WORDS, CLEARED = 1024, 8192, 1024  # chosen positions, words of 32 bits and entries that one step takes
+COLUMNS, WORDS = 1024, 1024  # chosen positions, and words of 32 bits of each token, that one step takes
 SAMPLE: tl.constexpr = tl.constexpr(32)
-
-
-@triton.jit
-def _chosen(row, start, columns, length, width, BLOCK: tl.constexpr):
-    column = start + tl.arange(0, BLOCK)
-    position = tl.load(row + column, mask=column < columns, other=-1)
-    chosen = (position >= 0) & (position < length) & (position < width)
-    return tl.where(chosen, position, 0), chosen
 
 
 @triton.jit
@@ -53,114 +43,112 @@ def _alike(topk, first, last, columns, topk_t):
     return tl.sum((real & (found > 0)).to(tl.int32), 0) * 4 >= tl.sum(real.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["columns"])
-def mark(topk, req_ids, seq_lens, bits, columns, topk_t, width, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """One program is one token. bits [groups, width / 32], all 0 before."""
-    t = tl.program_id(0)
-    group = t // GROUP
-    request = tl.load(req_ids + t)
-    if request != tl.load(req_ids + group * GROUP):
-        return  # `rank` sees both too
-    if not _alike(topk, group * GROUP, tl.minimum(group * GROUP + GROUP, tl.num_programs(0)) - 1, columns, topk_t):
-        return
+@triton.jit
+def _goes_on(topk, req_ids, seq_lens, group, tokens, columns, topk_t, width, GROUP: tl.constexpr):
+    """Has this group a union, as far as can be told before it is built? And the length of its request."""
+    first = group * GROUP
+    last = tl.minimum(first + GROUP, tokens) - 1
+    request = tl.load(req_ids + first)
+    member = first + tl.arange(0, GROUP)
+    same = tl.min((tl.load(req_ids + member, mask=member <= last, other=request) == request).to(tl.int32), 0)
     length = tl.load(seq_lens + request)
-    words = bits + group.to(tl.int64) * (width // 32)
-    for start in range(0, columns, BLOCK):
-        position, chosen = _chosen(topk + t.to(tl.int64) * topk_t, start, columns, length, width, BLOCK)
-        bit = tl.full([BLOCK], 1, tl.int32) << (position % 32)
-        tl.atomic_or(words + position // 32, bit, mask=chosen, sem="relaxed")
+    goes_on = (same != 0) & (length <= width)
+    if goes_on:
+        goes_on = _alike(topk, first, last, columns, topk_t)
+    return goes_on, length
 
 
 @triton.jit(do_not_specialize=["tokens", "columns"])
-def rank(
-    topk, req_ids, seq_lens, bits, before, entries, counts, tokens, columns, topk_t, width, capacity,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr,
+def mark(
+    topk, req_ids, seq_lens, bits, tokens, columns, topk_t, width, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program is one group. before [groups, width / 32]: set bits in front of each word; counts [groups]."""
-    group = tl.program_id(0)
-    first = group * GROUP
-    request = tl.load(req_ids + first)
-    member = first + tl.arange(0, GROUP)
-    same = tl.min((tl.load(req_ids + member, mask=member < tokens, other=request) == request).to(tl.int32), 0)
-    alike = _alike(topk, first, tl.minimum(first + GROUP, tokens) - 1, columns, topk_t)
-    length = tl.load(seq_lens + request)
-    used = (tl.minimum(length, width) + 31) // 32
-    place = group.to(tl.int64) * (width // 32)
-    count = 0
-    for start in range(0, used, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        ones = _ones(tl.load(bits + place + at, mask=at < used, other=0))
-        tl.store(before + place + at, count + tl.cumsum(ones, 0) - ones, mask=at < used)
-        count += tl.sum(ones, 0)
-    count = tl.where((same != 0) & alike & (count <= capacity) & (length <= width), count, -1)
-    tl.store(counts + group, count)
-    row = entries + group.to(tl.int64) * capacity
-    for start in range(0, count, CLEAR):
-        at = start + tl.arange(0, CLEAR)
-        tl.store(row + at, tl.zeros([CLEAR], tl.int32), mask=at < count)
+    """One program is one token. bits [T, width / 32]: written where the request has positions."""
+    t = tl.program_id(0)
+    goes_on, length = _goes_on(topk, req_ids, seq_lens, t // GROUP, tokens, columns, topk_t, width, GROUP)
+    if not goes_on:
+        return  # `emit` comes to the same conclusion
+    plane = bits + t.to(tl.int64) * (width // 32)
+    for start in range(0, length, 32 * BLOCK):
+        at = start // 32 + tl.arange(0, BLOCK)
+        tl.store(plane + at, tl.zeros([BLOCK], tl.int32), mask=at * 32 < length)
+    tl.debug_barrier()  # every thread's zeros are there before any thread's bits
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        position = tl.load(topk + t.to(tl.int64) * topk_t + column, mask=column < columns, other=-1)
+        chosen = (position >= 0) & (position < length)
+        position = tl.where(chosen, position, 0)
+        bit = tl.full([BLOCK], 1, tl.int32) << (position % 32)
+        tl.atomic_or(plane + position // 32, bit, mask=chosen, sem="relaxed", scope="cta")
 
 
-@triton.jit(do_not_specialize=["columns"])
-def fill(
-    topk, req_ids, seq_lens, bits, before, entries, counts, columns, topk_t, width, capacity,
+@triton.jit(do_not_specialize=["tokens", "columns"])
+def emit(
+    topk, req_ids, seq_lens, bits, entries, counts, tokens, columns, topk_t, width, capacity,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program is one token."""
-    t = tl.program_id(0)
-    group = t // GROUP
-    if tl.load(counts + group) < 0:
+    """One program is one group. entries [groups, capacity] in the order of positions, counts [groups]."""
+    group = tl.program_id(0)
+    goes_on, length = _goes_on(topk, req_ids, seq_lens, group, tokens, columns, topk_t, width, GROUP)
+    if not goes_on:
+        tl.store(counts + group, -1)
         return
-    length = tl.load(seq_lens + tl.load(req_ids + t))
-    place = group.to(tl.int64) * (width // 32)
+    words = tl.cdiv(length, 32)
     row = entries + group.to(tl.int64) * capacity
-    for start in range(0, columns, BLOCK):
-        position, chosen = _chosen(topk + t.to(tl.int64) * topk_t, start, columns, length, width, BLOCK)
-        word = tl.load(bits + place + position // 32, mask=chosen, other=0)
-        lower = (tl.full([BLOCK], 1, tl.int32) << (position % 32)) - 1
-        index = tl.load(before + place + position // 32, mask=chosen, other=0) + _ones(word & lower)
-        mine = (tl.full([BLOCK], 1, tl.int32) << (t % GROUP)) | (position << 8)
-        tl.atomic_or(row + index, mine, mask=chosen, sem="relaxed")
+    count = 0
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        planes = ()
+        left = tl.zeros([BLOCK], tl.int32)  # bits that some token has and that are not written yet
+        for i in tl.static_range(GROUP):
+            t = (group * GROUP + i).to(tl.int64)
+            plane = tl.load(bits + t * (width // 32) + at, mask=at < tl.where(t < tokens, words, 0), other=0)
+            planes += (plane,)
+            left |= plane
+        ones = _ones(left)
+        place = count + tl.cumsum(ones, 0) - ones
+        count += tl.sum(ones, 0)
+        for _ in range(tl.max(ones, 0)):
+            lowest = left & -left
+            entry = (at * 32 + _ones(lowest - 1)) << 8
+            for i in tl.static_range(GROUP):
+                entry |= ((planes[i] & lowest) != 0).to(tl.int32) << i
+            tl.store(row + place, entry, mask=(left != 0) & (place < capacity))
+            place += 1  # where nothing is left, nothing is written any more
+            left ^= lowest
+    tl.store(counts + group, tl.where(count <= capacity, count, -1))
 
 
 class Unions:
-    """Memory for the unions of `groups` groups at a time.
+    """Memory for the unions of `groups` groups of `group` tokens at a time.
 
     width:    the most positions of a request; the tokens of a longer one share nothing
     capacity: the most rows of a union; a larger one is not worth it
     """
 
-    def __init__(self, groups: int, width: int, capacity: int, device: torch.device | str) -> None:
+    def __init__(self, groups: int, group: int, width: int, capacity: int, device: torch.device | str) -> None:
         width = -(-width // 32) * 32
         if width > REACH:
             raise ValueError(f"a request has up to {width} positions, expected at most {REACH}")
-        self.groups, self.width, self.capacity = groups, width, capacity
-        self.bits = torch.empty(groups, width // 32, dtype=torch.int32, device=device)
-        self.before = torch.empty_like(self.bits)
+        if group > MOST:
+            raise ValueError(f"a group is of {group} tokens, expected at most {MOST}")
+        self.groups, self.group, self.width, self.capacity = groups, group, width, capacity
+        self.bits = torch.empty(groups * group, width // 32, dtype=torch.int32, device=device)
         self.entries = torch.empty(groups, capacity, dtype=torch.int32, device=device)
         self.counts = torch.empty(groups, dtype=torch.int32, device=device)
 
     def build(
-        self, topk: torch.Tensor, req_ids: torch.Tensor, seq_lens: torch.Tensor, group: int
+        self, topk: torch.Tensor, req_ids: torch.Tensor, seq_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries int32 [groups, capacity] and counts int32 [groups] of T tokens in groups of `group`.
+        """Entries int32 [groups, capacity] and counts int32 [groups] of T tokens, at most `groups` * `group`.
 
         topk, req_ids, seq_lens: as `launch.sparse_mla` takes them; a position that a token names twice counts once.
         """
-        if group > MOST:
-            raise ValueError(f"a group is of {group} tokens, expected at most {MOST}")
         tokens, columns = topk.shape
-        count = -(-tokens // group)
-        self.bits[:count].zero_()
-        mark[(tokens,)](
-            topk, req_ids, seq_lens, self.bits, columns, topk.stride(0), self.width,
-            GROUP=group, BLOCK=COLUMNS, num_warps=4,
-        )  # fmt: skip
-        rank[(count,)](
-            topk, req_ids, seq_lens, self.bits, self.before, self.entries, self.counts, tokens, columns,
-            topk.stride(0), self.width, self.capacity, GROUP=group, BLOCK=WORDS, CLEAR=CLEARED, num_warps=8,
-        )  # fmt: skip
-        fill[(tokens,)](
-            topk, req_ids, seq_lens, self.bits, self.before, self.entries, self.counts, columns, topk.stride(0),
-            self.width, self.capacity, GROUP=group, BLOCK=COLUMNS, num_warps=4,
-        )  # fmt: skip
+        count = -(-tokens // self.group)
+        inputs = (topk, req_ids, seq_lens, self.bits)
+        sizes = (tokens, columns, topk.stride(0), self.width)
+        mark[(tokens,)](*inputs, *sizes, GROUP=self.group, BLOCK=COLUMNS, num_warps=4)
+        emit[(count,)](
+            *inputs, self.entries, self.counts, *sizes, self.capacity, GROUP=self.group, BLOCK=WORDS, num_warps=8
+        )
         return self.entries[:count], self.counts[:count]

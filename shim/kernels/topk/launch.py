@@ -137,8 +137,8 @@ def constants(config: tune.Config, starts: bool) -> dict[str, Any]:
     """What the kernels are compiled for."""
     return {
         "STARTS": starts, "SAMPLE": config.sample, "CHUNK": config.chunk, "TILE": config.tile,
-        "WIDTH": 32 * config.warps, "CAPACITY": tune.CAPACITY, "MOST": tune.MOST, "STEP": tune.STEP, "BITS": tune.BITS,
-        "STAGES": config.stages,
+        "WIDTH": 32 * config.warps, "CAPACITY": tune.CAPACITY, "MOST": tune.MOST, "STEP": config.step,
+        "BITS": tune.BITS, "STAGES": config.stages,
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 MOST = 2048  # the largest k
@@ -15,7 +15,6 @@ BITS = 8  # of a histogram; predicted: Triton counts bins by ballots, 2^BITS / 3
 SAMPLES = (2048, 4096, 8192)
 CHUNK = 4  # predicted: one 16-byte load, of a sector of 32
 MAX_PARTS = 128
-STEP = 1024  # of the buffer, when the chosen are written, and of a histogram: 4 a thread; 8 spill beside the rest
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class Config:
     per_sm: int  # programs launched for one SM
     registers: int = 128  # a thread, at most: 2 programs of 8 warps on an SM
     chunk: int = CHUNK
+    step: int = 1024  # of the buffer, when the chosen are written: with 8 warps 4 a thread, 8 spill beside the rest
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,24 @@ class Plan:
 
 # H200: 64 x 131,072 in 56 us (88 without the pipeline, 57 with tiles of 2,048), 8 x 131,072 in 23 with 16 parts of two
 # tiles (28 with 32 of one)
-SHARED = {sample: Config(sample, tile=4096, stages=3, warps=8, per_sm=2) for sample in SAMPLES}
+# predicted: 16 warps write the chosen of a row in one step, where 8 took eight, of 0.6 us each
+SHARED = {sample: Config(sample, tile=4096, stages=3, warps=16, per_sm=1, step=CAPACITY) for sample in SAMPLES}
 TILES = 2  # at least, for each part of a row
 # H200: 4,096 x 65,536 in 1,151 us (1,199 with 4 stages); 3 or 4 programs an SM with 80 or 64 registers are as fast, but
 # spill on 12.x; tiles of 4,096 and 4 warps are slower
 WHOLE = {sample: Config(sample, tile=2048, stages=3, warps=8, per_sm=2) for sample in SAMPLES}
 
 
+# predicted: a row has an SM to itself; steps of 8,192 spill in Triton 3.6
+FEW = {sample: replace(config, step=2048) for sample, config in SHARED.items()}
+
+
 @lru_cache(maxsize=1 << 16)
 def plan(rows: int, columns: int, sms: int) -> Plan:
     """Of shapes alone: `columns` is what a row could hold, which may be far more than it does."""
     sample = next((s for s in SAMPLES if 32 * s >= columns), SAMPLES[-1])
-    return plan_for(SHARED[sample], WHOLE[sample], rows, columns, sms)
+    whole = (FEW if rows <= sms else WHOLE)[sample]
+    return plan_for(SHARED[sample], whole, rows, columns, sms)
 
 
 def plan_for(shared: Config, whole: Config, rows: int, columns: int, sms: int) -> Plan:
