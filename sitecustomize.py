@@ -41,7 +41,9 @@ def wanted() -> bool:
         return False  # an editable install puts this directory on sys.path; that alone is no wish
     meant = os.environ.get("GLM5_SHIM_PYTHON")
     if meant and meant != f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}":
-        return False
+        prefix, _, version = meant.rpartition(":")
+        if prefix and os.path.exists(f"{prefix}/bin/python{version}"):
+            return False  # one that is nowhere is a mistake, see shim/env.py
     return PathFinder.find_spec("vllm") is not None
 
 

@@ -26,8 +26,24 @@ class NotRun(Stop):
     exit_code = 127
 
 
+class Checked(click.Command):
+    """Refuses a senseless GLM5_SHIM_* variable before it begins; not when asked for its --help."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from shim import env
+        from shim.patches import PATCHES
+
+        try:
+            env.check(tuple(patch.name for patch in PATCHES))
+        except env.EnvProblem as problem:
+            raise Stop(str(problem)) from None
+        return super().invoke(ctx)
+
+
 class Commands(click.Group):
     """With --json an error of any command, click's own too, is one JSON object on stdout: {"error": line}."""
+
+    command_class = Checked
 
     def main(self, args: Any = None, **extra: Any) -> Any:  # type: ignore[override]  # click's overloads
         words = list(sys.argv[1:] if args is None else args)
@@ -52,7 +68,9 @@ def main() -> None:
     """Serve GLM-5 from a GGUF with an unmodified vLLM wheel."""
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+# a class of their own: wrap has its exit code for a refusal; an empty PYTHONPATH, which a refusal of path would make,
+# starts vLLM without the shim; and doctor reports
+@main.command(cls=click.Command, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def wrap(command: tuple[str, ...]) -> None:
     """Run COMMAND with the shim on. Everything after COMMAND's name belongs to it."""
@@ -66,7 +84,7 @@ def wrap(command: tuple[str, ...]) -> None:
         raise NotRun(str(problem)) from None
 
 
-@main.command()
+@main.command(cls=click.Command)
 def path() -> None:
     """The directory that PYTHONPATH needs, for use without `wrap`."""
     from shim.wrap import bootstrap_dir
@@ -104,7 +122,7 @@ def patches(as_json: bool, ledgers: bool) -> None:
     sys.exit(1 if failed or table["vllm"] is None else 0)
 
 
-@main.command()
+@main.command(cls=click.Command)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--list-checks", is_flag=True, help="The names of the checks.")
 @click.argument("names", nargs=-1)
@@ -144,6 +162,7 @@ def explain(capability: str, kv_cache_dtype: str, dtype: str, as_json: bool) -> 
     from shim.explain import ExplainProblem
     from shim.explain import explain as ask
 
+    _needs("vllm")
     try:
         found = ask(capability, kv_cache_dtype, dtype)
     except (ExplainProblem, ValueError) as problem:

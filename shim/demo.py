@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,11 +14,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from shim import ledger
+from shim.env import state_dir
 
 WRAP = (sys.executable, "-m", "shim.cli", "wrap", "vllm")
 PROMPT = "The quick brown fox"
@@ -49,6 +51,10 @@ def work(timeout_s: int = 600) -> dict[str, Any]:
                 temperature=0,
             )
         ledgers = ledger.read(root / "state")
+        with suppress(OSError):  # for `glm5-shim patches --ledgers`, as a server of the user's own leaves them
+            state_dir().mkdir(parents=True, exist_ok=True)
+            for path in (root / "state").glob("*.json"):
+                shutil.copy(path, state_dir())
     workers = [one for one in ledgers if _applied(one, "closing_gate", used=True)]
     return {
         "ok": bool(workers) and completion["usage"]["completion_tokens"] > 0 and chat["usage"]["completion_tokens"] > 0,
@@ -79,6 +85,7 @@ def show(found: dict[str, Any]) -> None:
     for process in found["processes"]:
         names = [name + "*" * (name in process["used"]) for name in process["applied"]]
         print(f"{process['pid']:>7}  {process['role']:<18}  {', '.join(names) or '-'}")
+    print("(`glm5-shim patches --ledgers` shows them again, and those of your own servers)")
     print(
         "\nok: the server answered and its worker passed the closing gate"
         if found["ok"]
@@ -109,12 +116,13 @@ def server(
     started = time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=_server_env(root) | env, start_new_session=True)
+    guard = _guard(process.pid)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(process, url, log, started + timeout_s)
         yield url, time.monotonic() - started
     finally:
-        _stop(process, root / "state")
+        _stop(process, guard, root / "state")
 
 
 def _server_env(root: Path) -> dict[str, str]:
@@ -152,7 +160,14 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float
         time.sleep(0.5)
 
 
-def _stop(process: subprocess.Popen[bytes], state_dir: Path) -> None:
+def _guard(group: int) -> subprocess.Popen[bytes]:
+    """Kills that process group when its stdin closes: at the latest when this process ends, by kill -9 too. vLLM's
+    server does not always end with SIGTERM while it starts, and its engine core outlives it."""
+    line = f"read _; kill -KILL -{group} 2>/dev/null"
+    return subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _stop(process: subprocess.Popen[bytes], guard: subprocess.Popen[bytes], state_dir: Path) -> None:
     """Asks the server to stop, then makes sure: vLLM's worker outlives its parent now and then."""
     try:
         if process.poll() is None:
@@ -163,10 +178,7 @@ def _stop(process: subprocess.Popen[bytes], state_dir: Path) -> None:
     for pid in {process.pid, *(one["pid"] for one in ledger.read(state_dir))}:
         if _in_session(pid, process.pid):
             os.kill(pid, signal.SIGKILL)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    guard.communicate()
     process.wait()
 
 

@@ -62,6 +62,9 @@ def check_environment() -> Finding:
         return Finding("problem", str(problem), "correct the variable, or unset it")
     if env.off():
         return Finding("warning", "GLM5_SHIM_OFF=1: the shim is switched off", "unset GLM5_SHIM_OFF")
+    if env.foreign():
+        said = f"GLM5_SHIM_PYTHON={env.foreign()}: the shim stays off in this Python, {env.interpreter()}"
+        return Finding("warning", said, "unset GLM5_SHIM_PYTHON; `wrap` sets it")
     if skipped:
         return Finding("warning", f"left out by GLM5_SHIM_SKIP: {', '.join(sorted(skipped))}", "unset GLM5_SHIM_SKIP")
     if env.unknown():
@@ -212,7 +215,7 @@ def processes() -> dict[str, Any]:
         rows.append(
             {
                 **{key: one[key] for key in ("pid", "role", "vllm")},
-                "running": os.path.exists(f"/proc/{one['pid']}"),
+                "running": ledger.running(one["pid"]),
                 "states": states,
                 "used": [patch["name"] for patch in one["patches"] if patch.get("used")],
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def check(patches: tuple[str, ...]) -> frozenset[str]:
     off()
     assumed_capability()
     indexer()
+    foreign()
     cache = cache_dir()  # a state directory that cannot be written is no reason to stop, see ledger.py
     if os.path.exists(cache) and not os.path.isdir(cache):
         raise EnvProblem(f"GLM5_SHIM_CACHE_DIR is {os.fspath(cache)!r}; expected a directory")
@@ -81,6 +83,25 @@ def flag(name: str) -> bool:
 
 def off() -> bool:
     return flag("GLM5_SHIM_OFF")
+
+
+def interpreter() -> str:
+    """This Python, as GLM5_SHIM_PYTHON names one."""
+    return f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def foreign() -> str:
+    """The Python that GLM5_SHIM_PYTHON names, if it is another than this one; else "". EnvProblem if there is none."""
+    value = os.environ.get("GLM5_SHIM_PYTHON", "")
+    if value in ("", interpreter()):
+        return ""
+    prefix, _, version = value.rpartition(":")
+    if not prefix or not os.path.exists(f"{prefix}/bin/python{version}"):  # sitecustomize.py asks the same
+        raise EnvProblem(
+            f"GLM5_SHIM_PYTHON is {value!r}; expected PREFIX:MAJOR.MINOR of a Python that is there, as "
+            f"{interpreter()}: unset it, `wrap` sets it"
+        )
+    return value
 
 
 def skip(known: tuple[str, ...]) -> frozenset[str]:

@@ -57,6 +57,9 @@ def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bf
     }
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    known = _cache_dtypes()
+    if known and kv_cache_dtype not in known:
+        raise ValueError(f"kv-cache-dtype is {kv_cache_dtype!r}, expected one of {', '.join(known)}")
     print("glm5-shim: asking vLLM, without and with the shim: about half a minute", file=sys.stderr, flush=True)
     stock, ours = ask(question, shim=False), ask(question, shim=True)
     absent = {"accepted": False, "reasons": ["not in this vLLM"]}
@@ -74,7 +77,7 @@ def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bf
 
 
 def ask(question: dict[str, Any], *, shim: bool) -> dict[str, Any]:
-    """The answer of one child, see `_answer`. ValueError for what it refuses."""
+    """The answer of one child, see `_answer`."""
     with tempfile.TemporaryDirectory() as state:
         variables = environment(os.environ) | {"GLM5_SHIM_STATE_DIR": state, "VLLM_LOGGING_LEVEL": "ERROR"}
         variables["GLM5_SHIM_OFF"] = "" if shim else "1"
@@ -86,22 +89,9 @@ def ask(question: dict[str, Any], *, shim: bool) -> dict[str, Any]:
     for line in child.stdout.splitlines():
         if line.startswith(MARK):
             answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
-            if "refused" in answer:
-                raise ValueError(answer["refused"])
             return answer
     last = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
     raise ExplainProblem(f"vLLM could not be asked {'with' if shim else 'without'} the shim: {last[0]}")
-
-
-# in the child
-
-
-def _refusal(question: dict[str, Any]) -> dict[str, str] | None:
-    """`{"refused": line}` for a KV cache dtype that vLLM does not know."""
-    asked, known = question["kv_cache_dtype"], _cache_dtypes()
-    if asked in known or not known:
-        return None
-    return {"refused": f"kv-cache-dtype is {asked!r}, expected one of {', '.join(known)}"}
 
 
 def _cache_dtypes() -> tuple[str, ...]:
@@ -115,6 +105,9 @@ def _cache_dtypes() -> tuple[str, ...]:
                 case ast.Assign(targets=[ast.Name(id="CacheDType")], value=ast.Subscript(slice=names)):
                     return tuple(ast.literal_eval(names))
     return ()
+
+
+# in the child
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -209,5 +202,4 @@ def _config() -> Any:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    print(MARK + json.dumps(_refusal(asked) or _answer(asked)))
+    print(MARK + json.dumps(_answer(json.loads(sys.argv[1]))))

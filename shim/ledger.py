@@ -106,6 +106,14 @@ def read(state_dir: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda ledger: (ledger["started"], ledger["pid"]))
 
 
+def running(pid: int) -> bool:
+    """Is there such a process? A zombie, which init has yet to collect, is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
 def prune(state_dir: Path, older_than_s: float = 86_400) -> None:
     """Removes ledgers of processes that are gone and whose file is older than a day."""
     for path in state_dir.glob("*.json"):

@@ -68,7 +68,7 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([ours, *others]),
         "GLM5_SHIM": "1",
         RAY_COPIES: ",".join(ray),
-        "GLM5_SHIM_PYTHON": f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}",
+        "GLM5_SHIM_PYTHON": env.interpreter(),
     }
 
 

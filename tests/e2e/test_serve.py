@@ -66,6 +66,7 @@ def test_pythonpath_alone(tiny, tokens, tmp_path):
 
 def test_the_demo(tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith("GLM5_SHIM") and k != "PYTHONPATH"}
+    env["GLM5_SHIM_STATE_DIR"] = str(tmp_path / "state")
     demo = [os.path.join(sys.prefix, "bin", "glm5-shim"), "demo", "--json"]
     done = subprocess.run(demo, env=env, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
@@ -78,6 +79,9 @@ def test_the_demo(tmp_path):
     assert "main" in roles and any("EngineCore" in role for role in roles)
     assert "waiting for the server" in done.stderr
     assert alive([p["pid"] for p in found["processes"]]) == []
+    ledgers = subprocess.run([demo[0], "patches", "--ledgers", "--json"], env=env, capture_output=True, cwd=tmp_path)
+    used = {one["pid"]: one["used"] for one in json.loads(ledgers.stdout)["processes"]}
+    assert used == {p["pid"]: p["used"] for p in found["processes"]}
 
 
 def cut(tiny: Path, to: Path) -> Path:

@@ -140,6 +140,8 @@ def test_two_copies_of_the_shim_do_not_loop(python, users, stub_vllm):
             {"GLM5_SHIM_SKIP": "no_such_patch"},
             "GLM5_SHIM_SKIP names no_such_patch; the patches are: gguf_engine_args, ",
         ),
+        ({"GLM5_SHIM_PYTHON": "/nowhere:3.11"}, "GLM5_SHIM_PYTHON is '/nowhere:3.11'; expected PREFIX:MAJOR.MINOR"),
+        ({"GLM5_SHIM_PYTHON": sys.executable}, "GLM5_SHIM_PYTHON is "),
         ({"GLM5_SHIM_ASSUME_CAPABILITY": "sm_120"}, "GLM5_SHIM_ASSUME_CAPABILITY is 'sm_120'; expected major.minor"),
     ],
 )

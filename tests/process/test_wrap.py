@@ -152,6 +152,7 @@ def test_ray_workers_get_the_shims_variables_and_the_users(clean_env):
         ("GLM5_SHIM_SKIP", "typo", "GLM5_SHIM_SKIP names typo; the patches are: gguf_engine_args, "),
         ("GLM5_SHIM_ASSUME_CAPABILITY", "120", "GLM5_SHIM_ASSUME_CAPABILITY is '120'; expected major.minor, one of "),
         ("GLM5_SHIM_INDEXER", "banana", "GLM5_SHIM_INDEXER is 'banana'; expected native, triton or auto"),
+        ("GLM5_SHIM_PYTHON", "/nowhere:3.11", "GLM5_SHIM_PYTHON is '/nowhere:3.11'; expected PREFIX:MAJOR.MINOR of a "),
         ("GLM5_SHIM_CACHE_DIR", "/dev/null", "GLM5_SHIM_CACHE_DIR is '/dev/null'; expected a directory"),
         (
             "GLM5_SHIM_ASSUME_CAPABILTY",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from types import ModuleType
 
 import pytest
@@ -43,18 +44,46 @@ def test_an_unknown_check_is_an_error():
         (["explain", "--json", "--capability", "120"], 1, "capability is '120'; expected major.minor"),
         (["demo", "--json", "--timeout", "0"], 2, "0 is not in the range"),
         (["nonsense", "--json"], 2, "No such command 'nonsense'"),
-        (["patches", "--json"], 1, "GLM5_SHIM_OFF is 'banana'"),
         (["patches", "--json", "--ledgers"], 1, "JSONDecodeError: "),  # what nobody expected is told too
     ],
 )
-def test_with_json_an_error_is_an_object(monkeypatch, tmp_path, words, code, said):
-    monkeypatch.setenv("GLM5_SHIM_OFF", "banana")
+def test_with_json_an_error_is_an_object(tmp_path, words, code, said):
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "1.json").write_text("{")
     done = CliRunner().invoke(main, words)
     found = json.loads(done.stdout)
     assert (list(found), done.exit_code) == (["error"], code)
     assert said in found["error"]
+
+
+COMMANDS = [
+    ["wrap", "true"],
+    ["patches"],
+    ["patches", "--ledgers"],
+    ["explain"],
+    ["selftest"],
+    ["gguf", "/dev/null"],
+    ["demo"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_refuses_a_senseless_variable(monkeypatch, words):
+    # doctor tells it in its own way; `path` answers: PYTHONPATH="" would start vLLM without the shim
+    assert set(main.commands) == {"path", "doctor"} | {word for word, *_ in COMMANDS}
+    monkeypatch.setenv("GLM5_SHIM_OFF", "banana")
+    said = "GLM5_SHIM_OFF is 'banana'; expected 1 (on) or 0 (off)"
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, done.stdout, done.stderr) == (127 if words[0] == "wrap" else 1, "", f"glm5-shim: {said}\n")
+    if words[0] != "wrap":
+        assert json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout) == {"error": said}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["path"], *([word, "--help"] for word in main.commands)])
+def test_help_and_the_path_come_with_a_senseless_variable_too(monkeypatch, words):
+    monkeypatch.setenv("GLM5_SHIM_OFF", "banana")
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, done.stderr) == (0, "") and done.stdout
 
 
 def test_json_is_left_to_the_wrapped_command_and_to_answers(monkeypatch):
@@ -80,6 +109,8 @@ def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
         ("GLM5_SHIM_INDEXR", "triton", "problem", "not a variable of glm5-shim; did you mean GLM5_SHIM_INDEXER?"),
         ("GLM5_SHIM_FOREIGN", "1", "warning", "not variables of glm5-shim: GLM5_SHIM_FOREIGN"),
         ("GLM5_SHIM_OFF", "no", "ok", ""),
+        ("GLM5_SHIM_PYTHON", "/nowhere:3.11", "problem", "GLM5_SHIM_PYTHON is '/nowhere:3.11'; expected PREFIX:"),
+        ("GLM5_SHIM_PYTHON", f"{sys.prefix}/:3.11", "warning", f"={sys.prefix}/:3.11: the shim stays off in this"),
     ],
 )
 def test_what_is_said_of_variables(monkeypatch, name, value, status, why):
@@ -211,6 +242,16 @@ def test_ledgers_of_processes_that_ran(monkeypatch, own_ledger):
     said = CliRunner().invoke(main, ["patches", "--ledgers"]).stdout
     assert f"{os.getpid()} running  " in said and "1 applied, 1 failed (kv_cache_dtype)" in said
     assert "acted: closing_gate" in said
+
+
+def test_a_zombie_has_ended():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # ended, and not collected
+    assert os.path.exists(f"/proc/{child}") and not ledger.running(child)
+    os.waitpid(child, 0)
+    assert not ledger.running(child) and ledger.running(os.getpid())
 
 
 def test_a_required_patch_that_is_left_out_is_told(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,10 @@ def test_check_looks_at_every_variable(monkeypatch, tmp_path):
         "GLM5_SHIM_CACHE_DIR": str(tmp_path / "file"),
         "GLM5_SHIM_ASSUME_CAPABILITY": "sm_120",
         "GLM5_SHIM_INDEXER": "banana",
+        "GLM5_SHIM_PYTHON": "/nowhere:3.11",
     }
-    others = {"GLM5_SHIM_PYTHON", "GLM5_SHIM_STATE_DIR"}  # `wrap` sets the one, a ledger may do without the other
-    assert set(senseless) == {v.name for v in env.VARIABLES} - others
+    # a ledger may do without its directory
+    assert set(senseless) == {v.name for v in env.VARIABLES} - {"GLM5_SHIM_STATE_DIR"}
     for name, value in senseless.items():
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
@@ -92,6 +94,36 @@ def test_check_looks_at_every_variable(monkeypatch, tmp_path):
                 env.check(("a",))
     monkeypatch.setenv("GLM5_SHIM_SKIP", "a")
     assert env.check(("a",)) == {"a"}
+
+
+HERE = f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+@pytest.mark.parametrize("value", ["", HERE])
+def test_no_other_python_is_meant(monkeypatch, value):
+    monkeypatch.setenv("GLM5_SHIM_PYTHON", value)
+    assert env.foreign() == ""
+
+
+def test_another_python_is_meant(monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3.9").touch()
+    monkeypatch.setenv("GLM5_SHIM_PYTHON", f"{tmp_path}:3.9")
+    assert env.foreign() == f"{tmp_path}:3.9"
+    assert env.check(()) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "value", ["banana", "/nowhere:3.11", "/etc:3.11", f"{sys.prefix}:2.6", sys.executable, ":3", ":"]
+)
+def test_a_python_that_is_not_there(monkeypatch, value):
+    monkeypatch.setenv("GLM5_SHIM_PYTHON", value)
+    with pytest.raises(env.EnvProblem) as refused:
+        env.foreign()
+    assert str(refused.value) == (
+        f"GLM5_SHIM_PYTHON is {value!r}; expected PREFIX:MAJOR.MINOR of a Python that is there, as {HERE}: unset it, "
+        "`wrap` sets it"
+    )
 
 
 def test_a_home_in_a_directory(monkeypatch):
