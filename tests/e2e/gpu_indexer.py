@@ -5,6 +5,10 @@
 A random GLM-5 with real head sizes answers with the shim's indexer. At every call the native logits function gets the
 same tensors too, and the tokens that ours chose are judged by the native logits: each must be among their k largest
 (equal values aside). Prints a table, exit 1 below 99.9 %.
+
+The last two columns say how much of a prompt token's set the next token's has too, and how many sets the union of 8
+neighbours is as large as, where tokens see more than k (median of layers; `overlap.py` models it). Weights are random,
+so they tell what this indexer does with text (the bytes of a module of Python's), and nothing of a trained one.
 """
 
 from __future__ import annotations
@@ -32,7 +36,11 @@ class Judge:
 
     def __init__(self) -> None:
         self.native: Any = None  # the native logits of the call whose top-k comes next
+        self.clear()
+
+    def clear(self) -> None:
         self.chosen: dict[str, list[tuple[int, int, float]]] = {"prefill": [], "decode": []}  # right, all, rel. error
+        self.overlap: list[tuple[float, float]] = []  # kept by the next token, union of 8 in sets
 
     def install(self) -> None:
         from vllm.utils import deep_gemm
@@ -87,6 +95,13 @@ class Judge:
             raise SystemExit("a row chose a token twice, or not as many as there are")
         error = ((logits - native).abs() * inside).nan_to_num().max() / seen.abs().masked_fill(~inside, 0).max()
         self.chosen[what].append((int(right.sum()), int(real.sum()), float(error)))
+        full = picked[real.all(1) & (lengths > k)]
+        if what == "prefill" and len(full) >= 8:
+            sets = torch.zeros(len(full) // 8 * 8, native.shape[1], dtype=torch.bool, device=picked.device)
+            sets.scatter_(1, full[: len(sets)], True)
+            kept = (sets[1:] & sets[:-1]).sum(1).float().mean() / k
+            union = sets.view(-1, 8, sets.shape[1]).any(1).sum(1).float().mean() / k
+            self.overlap.append((float(kept), float(union)))
 
 
 def main() -> int:
@@ -121,18 +136,24 @@ def main() -> int:
         judge.install()
         rng = np.random.default_rng(5)
         parameters = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, detokenize=False)
-        print("tokens  step     calls  agreement  worst call  logits' error")
+        print("tokens  step     calls  agreement  worst call  logits' error  kept   union of 8")
         ok = True
-        for length in LENGTHS:
-            judge.chosen = {"prefill": [], "decode": []}
-            llm.generate([{"prompt_token_ids": rng.integers(0, 400, length).tolist()}], parameters, use_tqdm=False)
+        text = list(Path(argparse.__file__).read_bytes()[: LENGTHS[-1]])
+        for prompt in [*(rng.integers(0, 400, length).tolist() for length in LENGTHS), text]:
+            length = len(prompt)
+            judge.clear()
+            llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
             for what, calls in judge.chosen.items():
                 right, every = sum(c[0] for c in calls), sum(c[1] for c in calls)
                 worst = min((c[0] / c[1] for c in calls if c[1]), default=0.0)
                 agreement = right / every if every else 0.0
                 ok &= agreement >= 0.999
                 error = max((c[2] for c in calls), default=float("nan"))
-                print(f"{length:6d}  {what:8s} {len(calls):5d}  {agreement:.6f}   {worst:.6f}    {error:.2g}")
+                line = f"{length:6d}  {what:8s} {len(calls):5d}  {agreement:.6f}   {worst:.6f}    {error:8.2g}"
+                if what == "prefill" and judge.overlap:
+                    kept, union = np.median(judge.overlap, axis=0)
+                    line += f"       {kept:.3f}  {union:.2f}{'  text' if prompt is text else ''}"
+                print(line)
     print("OK" if ok else "NOT OK")
     return 0 if ok else 1
 

@@ -45,13 +45,14 @@ MIDDLE = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=1)
 WIDE = Config(block_k=32, block_n=32, tile=128, stages=4, warps=8, per_sm=1)
 # H200, 64 heads: 1,642 us at T 512, 4.8 times FA3 (which has wgmma's 64 rows). Untuned; Q takes 72 KB of shared memory
 WIDEST = Config(block_k=16, block_n=64, tile=128, stages=4, warps=8, per_sm=1)
-# H200: 77 us at T 64, 422 at T 512, 3,257 at T 4096, a third of the gather; 7 stages are 3 to 4 % slower; block_k 32 is
-# 3 to 10 % faster with Triton 3.6 (74, 392, 2,899) but spills on 12.x with 3.9
+# H200: 77 us at T 64, 422 at T 512, 3,257 at T 4096, a third of the gather; 7 stages are 3 to 4 % slower
 NARROW_FP8 = Config(block_k=16, block_n=8, tile=64, stages=4, warps=2, per_sm=4)
 # H200, 64 heads: 3,509 us at T 512, 7.8 times FlashMLA: a row is gathered and converted four times over. Untuned; 32
 # and 64 heads in one program spill on 12.x
 WIDE_FP8 = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=2)
 
+# H200, Triton 3.6: 74 us at T 64, 392 at T 512, 2,899 at T 4096. With 3.9 it spills, on 12.x too, where it is not for
+DEEP_FP8 = replace(NARROW_FP8, block_k=32)
 # H200, to 64 tokens: 18.1, 21.6 and 61.8 us at T 1, 8 and 64 with 32, 32 and 8 shares, NARROW 18.7, 24.0 and 61.5
 DEEP = Config(block_k=16, block_n=8, tile=64, stages=7, warps=2, per_sm=4)
 FEW = 128  # tokens, the most that DEEP is for
@@ -67,7 +68,7 @@ BY_HEADS = {  # the first whose heads suffice, else the last
 }
 LARGE = {  # the same for a card with the shared memory of 9.0, which holds more of the narrow ones
     False: BY_HEADS[False] | {8: replace(NARROW, per_sm=4), 64: HUGE},
-    True: {8: replace(NARROW_FP8, per_sm=6), 16: WIDE_FP8, 32: HUGE_FP8},
+    True: {8: DEEP_FP8, 16: WIDE_FP8, 32: HUGE_FP8},
 }
 
 # Prefill: tokens that share a gather (union.py)
