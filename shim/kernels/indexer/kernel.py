@@ -104,6 +104,15 @@ def _lengths(lens, b, batch, counts, limit, lens_b, lens_j):
     return tl.minimum(length, limit)
 
 
+@triton.jit
+def _length(lens, counts, limit, lens_j):
+    """Keys of one request."""
+    length = 0
+    for j in range(counts):
+        length = tl.maximum(length, tl.load(lens + j * lens_j))
+    return tl.minimum(length, limit)
+
+
 @triton.jit(do_not_specialize=_PAGED_ANY)
 def paged_mqa(
     q, cache, w, lens, table, out,
@@ -120,24 +129,28 @@ def paged_mqa(
     ROWS: tl.constexpr = COLUMNS // HEADS
     group = tl.program_id(0) % groups  # programs side by side share their keys in L2
     share = tl.program_id(0) // groups
-    total = 0
-    for first in range(0, batch, SCAN):
-        b = first + tl.arange(0, SCAN)
-        total += tl.sum(tl.cdiv(_lengths(lens, b, batch, counts, limit, lens_b, lens_j), PAGE), 0)
+    request = 0  # the one that `page` is of
+    before = 0  # pages before it
+    if batch == 1:  # two scans and five sums less
+        total = tl.cdiv(_length(lens, counts, limit, lens_j), PAGE)
+    else:
+        total = 0
+        for first in range(0, batch, SCAN):
+            b = first + tl.arange(0, SCAN)
+            total += tl.sum(tl.cdiv(_lengths(lens, b, batch, counts, limit, lens_b, lens_j), PAGE), 0)
     span = tl.cdiv(total, tl.num_programs(0) // groups)
     page = share * span
     end = tl.minimum(page + span, total)
-    request = 0  # the one that `page` is of
-    before = 0  # pages before it
-    seen = 0
-    for first in range(0, batch, SCAN):
-        b = first + tl.arange(0, SCAN)
-        pages = tl.cdiv(_lengths(lens, b, batch, counts, limit, lens_b, lens_j), PAGE)
-        upto = seen + tl.cumsum(pages, 0)
-        passed = (upto <= page) & (b < batch)
-        request += tl.sum(passed.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(passed, upto, 0), 0))
-        seen += tl.sum(pages, 0)
+    if batch > 1:
+        seen = 0
+        for first in range(0, batch, SCAN):
+            b = first + tl.arange(0, SCAN)
+            pages = tl.cdiv(_lengths(lens, b, batch, counts, limit, lens_b, lens_j), PAGE)
+            upto = seen + tl.cumsum(pages, 0)
+            passed = (upto <= page) & (b < batch)
+            request += tl.sum(passed.to(tl.int32), 0)
+            before = tl.maximum(before, tl.max(tl.where(passed, upto, 0), 0))
+            seen += tl.sum(pages, 0)
 
     d = tl.arange(0, DIM)
     r = group * ROWS + tl.arange(0, ROWS)
@@ -146,10 +159,7 @@ def paged_mqa(
     n = tl.arange(0, PAGE)
     rows = n[:, None] * DIM + d[None, :]
     while page < end:
-        length = 0
-        for j in range(counts):
-            length = tl.maximum(length, tl.load(lens + request * lens_b + j * lens_j))
-        length = tl.minimum(length, limit)
+        length = _length(lens + request * lens_b, counts, limit, lens_j)
         its_pages = tl.cdiv(length, PAGE)
         its_end = tl.minimum(end - before, its_pages)
         wide = request.to(tl.int64)
