@@ -3,7 +3,7 @@
 
     sample    a few thousand logits of the row give a threshold that about 2k logits of the whole row exceed
     collect   one pass over the row writes those that exceed it to a small buffer
-    select    the k-th largest of the buffer, in registers, by bisection: count what is not below, halve the interval
+    select    the k-th largest of the buffer, in registers: count what is not below some keys, narrow the interval
 
 A short row is its own buffer. Where the threshold was bad (under k above it, or more than the buffer holds), the row is
 narrowed by histograms of 8 bits a pass until what is left fits, and collected again. No answer depends on luck.
@@ -63,26 +63,45 @@ def _places(flags, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _between(low, high, by_value):
-    """A key in (low, high], halfway by value or by number. Only by number is it sure to be the middle: 32 steps."""
-    middle = (low & high) + ((low ^ high) >> 1)
-    value = _flip(low).to(tl.float32, bitcast=True) * 0.5 + _flip(high).to(tl.float32, bitcast=True) * 0.5
-    at = _flip(value.to(tl.int32, bitcast=True))
-    return tl.where(by_value & (at >= low) & (at < high), at, middle) + 1
+def _value(key):
+    return _flip(key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _threshold(keys, least, most):
-    """A key t with least <= count(keys >= t) <= most; where ties leave none, the largest with count >= least."""
+def _part_way(low, high, part, by_value, otherwise):
+    """The key in [low, high) whose value is a part of the way from one to the other, if there is one."""
+    at = _flip((_value(low) + (_value(high) - _value(low)) * part).to(tl.int32, bitcast=True))
+    return tl.where(by_value & (at >= low) & (at < high), at, otherwise)
+
+
+@triton.jit
+def _threshold(keys, total, least, most):
+    """A key t with least <= count(keys >= t) <= most; where ties leave none, the largest with count >= least. `total`
+    keys are real, more than `most`.
+
+    What is left, [low, high], is cut at two keys a step: by turns about where a straight line through its ends has the
+    count that is sought (some 7 steps for smooth values), and into thirds by number, so that 42 do for any.
+    """
     low = tl.min(tl.where(keys == OUTSIDE, HIGHEST, keys), 0)
     high = tl.max(keys, 0)
+    from_low = tl.zeros([], tl.int32) + total  # keys >= low
+    beyond = tl.zeros([], tl.int32)  # keys > high
     by_value = low == low
     while low < high:
-        middle = _between(low, high, by_value)
-        count = tl.sum((keys >= middle).to(tl.int32), 0)
-        enough = count >= least
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, tl.where(count <= most, middle, high), middle - 1)
+        span = high.to(tl.int64) - low.to(tl.int64)
+        part = (2 * from_low - least - most).to(tl.float32) / (2 * (from_low - beyond)).to(tl.float32)
+        first = _part_way(low, high, 0.8 * part, by_value, low + (span // 3).to(tl.int32)) + 1
+        second = _part_way(low, high, 0.2 + 0.8 * part, by_value, low + (2 * span // 3).to(tl.int32)) + 1
+        both = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
+        of_first = both & 0xFFFF
+        of_second = both >> 16
+        reaches = of_first >= least
+        also = of_second >= least
+        low = tl.maximum(tl.where(reaches, first, low), tl.where(also, second, low))
+        high = tl.minimum(tl.where(reaches, high, first - 1), tl.where(also, high, second - 1))
+        from_low = tl.minimum(tl.where(reaches, of_first, from_low), tl.where(also, of_second, from_low))
+        beyond = tl.maximum(tl.where(reaches, beyond, of_first), tl.where(also, beyond, of_second))
+        high = tl.where(from_low <= most, low, high)
         by_value = by_value == 0
     return low
 
@@ -94,7 +113,7 @@ def _sampled(row, length, k, WIDTH: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: t
     chunk = (at // CHUNK) * (length // CHUNK).to(tl.int64) // (SAMPLE // CHUNK)
     keys = _keys(row, chunk.to(tl.int32) * CHUNK + at % CHUNK, length)
     least = 7 * k * SAMPLE // (4 * length) + 6  # 6: for where k is a handful of the sample
-    return _threshold(keys, least, least + least // 8)
+    return _threshold(keys, SAMPLE, least, least + least // 8)
 
 
 @triton.jit
@@ -175,7 +194,7 @@ def _select(
     keys = _keys(source, _columns(tl.minimum(count, 0), CAPACITY, WIDTH), count)
     limit = OUTSIDE + tl.zeros([], tl.int32)
     if count > k:
-        limit = _threshold(keys, wanted, wanted)
+        limit = _threshold(keys, count, wanted, wanted)
     room = wanted - tl.sum((keys > limit).to(tl.int32), 0)  # for those that equal the limit: the last places
     done = tl.zeros([], tl.int32)
     for left in range(0, count, STEP):
