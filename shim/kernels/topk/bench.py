@@ -30,7 +30,7 @@ from shim.kernels.host import sm_count
 from shim.kernels.topk import launch, tune
 
 K, SETS, REPLAYS = 2048, 4, 15
-DECODE = [(m, n) for m in (1, 8, 64) for n in (8192, 65_536, 131_072)] + [(1, 1 << 20), (8, 1 << 20)]
+DECODE = [(m, n) for m in (1, 4, 8, 64) for n in (8192, 65_536, 131_072)] + [(1, 1 << 20), (8, 1 << 20)]
 PREFILL = [(4096, 16_384), (4096, 65_536)]
 Run = Callable[[], Any]
 
