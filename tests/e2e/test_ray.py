@@ -22,6 +22,7 @@ from shim.gguf.tiny import write_tiny
 
 pytest.importorskip("ray")
 DRIVER = Path(__file__).with_name("ray_driver.py")
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # else a token that an earlier `ray start` left in ~/.ray is asked for
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def address(place):
     (place / "site").mkdir()
     (place / "site" / "sitecustomize.py").write_text(companions)
     path = os.pathsep.join([str(place / "site"), os.environ.get("PYTHONPATH", "")])
-    env = server_env(PYTHONPATH=path)
+    env = server_env(PYTHONPATH=path, **NO_TOKEN)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -58,7 +59,8 @@ def _python_path() -> dict[str, str]:
 @pytest.mark.parametrize("kind", ["RayWorkerWrapper", "RayWorkerProc"])
 def test_workers_that_were_started_without_the_shim_load_the_model_with_it(place, address, kind):
     model = write_tiny(place / kind)
-    env = server_env(GLM5_SHIM_STATE_DIR=str(place / f"state-{kind}"), RAY_ADDRESS=address) | _python_path()
+    env = server_env(GLM5_SHIM_STATE_DIR=str(place / f"state-{kind}"), RAY_ADDRESS=address, **NO_TOKEN)
+    env |= _python_path()
     command = [sys.executable, "-m", "shim.cli", "wrap", sys.executable, str(DRIVER), kind, str(model)]
     done = subprocess.run(command, env=env, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
