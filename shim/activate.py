@@ -39,6 +39,8 @@ def activate() -> None:
         _refuse_vllm(problem)
         return
     _engine = engine
+    if engine.left_out() and ledger.role() == "main":
+        print(f"glm5-shim: {engine.left_out()}", file=sys.stderr)
     os.register_at_fork(after_in_child=ledger.reset_after_fork)
     engine.arm()
 

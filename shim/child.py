@@ -29,8 +29,7 @@ ledger.flush()
 def patch_table() -> dict[str, Any]:
     """`{"vllm": version or None, "patches": [{name, target, state, required, why, detail}]}`. EnvProblem if the
     variables keep the shim from coming up at all."""
-    if env.off():
-        raise env.EnvProblem("GLM5_SHIM_OFF is set: the shim is off in every process")
+    env.require_on()
     env.skip(tuple(patch.name for patch in PATCHES))
     env.assumed_capability()
     targets = list(dict.fromkeys(patch.target for patch in PATCHES))

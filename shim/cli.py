@@ -6,6 +6,7 @@ import json as jsonlib
 import sys
 import traceback
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import click
@@ -97,8 +98,7 @@ def path() -> None:
 @click.option("--ledgers", is_flag=True, help="Instead: what was patched in each process that ran, newest last.")
 def patches(as_json: bool, ledgers: bool) -> None:
     """Every patch: target, why, and its state in a fresh child that imports vLLM's real modules."""
-    from shim import doctor
-    from shim.env import EnvProblem
+    from shim import doctor, env
 
     if ledgers:
         try:
@@ -108,8 +108,10 @@ def patches(as_json: bool, ledgers: bool) -> None:
         (_print_json if as_json else _print_processes)(found)
         return
     try:
+        env.require_on()
+        _announce("importing vLLM's modules: about half a minute")
         table = doctor.patches()
-    except EnvProblem as problem:
+    except env.EnvProblem as problem:
         raise Stop(str(problem)) from None
     if as_json:
         _print_json(table)
@@ -136,6 +138,8 @@ def doctor(as_json: bool, list_checks: bool, names: tuple[str, ...]) -> None:
     unknown = [n for n in names if n not in CHECKS]
     if unknown:
         raise click.UsageError(f"no check is named {', '.join(unknown)}; the checks are: {', '.join(CHECKS)}")
+    if not names:
+        _announce("asking vLLM: about half a minute")
     found = examine(names or tuple(CHECKS))
     if as_json:
         _print_json(found)
@@ -145,8 +149,11 @@ def doctor(as_json: bool, list_checks: bool, names: tuple[str, ...]) -> None:
             click.echo(f"{marks[check['status']]} {check['name']}: {check['why']}")
             if check["mend"]:
                 click.echo(f"    mend: {check['mend']}")
-        bad = sum(check["status"] == "problem" for check in found["checks"])
-        click.echo(f"{len(found['checks'])} checks, {bad} problem{'' if bad == 1 else 's'}")
+        counts = [f"{len(found['checks'])} checks"]
+        for kind in ("problem", "warning"):
+            count = sum(check["status"] == kind for check in found["checks"])
+            counts.append(f"{count} {kind}{'' if count == 1 else 's'}")
+        click.echo(", ".join(counts))
     sys.exit(0 if found["ok"] else 1)
 
 
@@ -228,17 +235,23 @@ def gguf(path: str, as_json: bool) -> None:
 def demo(as_json: bool, timeout: int) -> None:
     """Write a tiny GLM-5 GGUF, serve it through `wrap vllm serve`, ask it, and show which patches ran where."""
     _needs("vllm", "tokenizers")
+    from shim import env
     from shim.demo import DemoProblem, show, work
 
     try:
+        env.require_on()
         found = work(timeout)
-    except DemoProblem as problem:
+    except (DemoProblem, env.EnvProblem) as problem:
         raise Stop(str(problem)) from None
     if as_json:
         _print_json(found)
     else:
         show(found)
     sys.exit(0 if found["ok"] else 1)
+
+
+def _announce(line: str) -> None:
+    click.echo(f"glm5-shim: {line}", err=True)
 
 
 def _needs(*modules: str) -> None:
@@ -272,7 +285,8 @@ def _print_processes(found: dict[str, Any]) -> None:
         click.echo(f"{one['pid']} {life}  {one['role']}, vLLM {one['vllm']}: {states}")
         click.echo(f"    acted: {', '.join(one['used']) or 'none'}")
     others = len(found["processes"]) - len(served)
-    click.echo(f"{found['directory']}: {len(served)} processes with vLLM, {others} without")
+    missing = "" if Path(found["directory"]).is_dir() else " (no such directory)"
+    click.echo(f"{found['directory']}{missing}: {len(served)} processes with vLLM, {others} without")
 
 
 def _print_gguf(found: dict[str, Any]) -> None:

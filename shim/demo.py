@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from shim import ledger
@@ -33,14 +34,18 @@ class DemoProblem(Exception):
 def work(timeout_s: int = 600) -> dict[str, Any]:
     """Runs the demo: `{"ok", "vllm", "model", "answer", "chat", "processes": [{pid, role, applied}], "ready_s"}`."""
     from shim.gguf.tiny import write_tiny
+    from shim.patches import PATCHES
 
+    needed = {patch.name for patch in PATCHES if patch.required}
     for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends the demo ends its server
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="glm5-shim-demo-", ignore_cleanup_errors=True) as scratch:
         root = Path(scratch)
         _say("writing a tiny GLM-5 GGUF in four parts")
         model = write_tiny(root / "model")
-        with server(WRAP, model, root, timeout_s) as (url, ready_s):
+        # vLLM leaves its sockets behind; their names, with the directory, have 107 characters at most
+        places = {"TMPDIR": scratch} if len(scratch) < 64 else {}
+        with server(WRAP, model, root, timeout_s, **places) as (url, ready_s):
             name = ask(f"{url}/v1/models")["data"][0]["id"]
             completion = ask(f"{url}/v1/completions", model=name, prompt=PROMPT, max_tokens=TOKENS, temperature=0)
             chat = ask(
@@ -56,8 +61,11 @@ def work(timeout_s: int = 600) -> dict[str, Any]:
             for path in (root / "state").glob("*.json"):
                 shutil.copy(path, state_dir())
     workers = [one for one in ledgers if _applied(one, "closing_gate", used=True)]
+    off = sorted(needed & {p["name"] for one in ledgers for p in one["patches"] if p.get("state") == "off"})
+    answered = completion["usage"]["completion_tokens"] > 0 and chat["usage"]["completion_tokens"] > 0
     return {
-        "ok": bool(workers) and completion["usage"]["completion_tokens"] > 0 and chat["usage"]["completion_tokens"] > 0,
+        "ok": bool(workers) and not off and answered,
+        "left_out": off,
         "vllm": next((one["vllm"] for one in ledgers if one["vllm"]), None),
         "model": model.name,
         "answer": completion["choices"][0]["text"],
@@ -89,6 +97,8 @@ def show(found: dict[str, Any]) -> None:
     print(
         "\nok: the server answered and its worker passed the closing gate"
         if found["ok"]
+        else f"\nNOT ok: GLM5_SHIM_SKIP leaves out {', '.join(found['left_out'])}, which GLM-5 needs"
+        if found["left_out"]
         else "\nNOT ok: no worker passed the closing gate"
     )
 
@@ -156,7 +166,8 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float
             pass
         if waited - told >= 5:
             told = waited
-            _say(f"waiting for the server, {waited:.0f} s: {_tail(log, 1)[:100]}")
+            last = shorten(_tail(log, 1), 100, placeholder=" ...")
+            _say(f"waiting for the server, {waited:.0f} s{last and ': ' + last}")
         time.sleep(0.5)
 
 
@@ -171,6 +182,7 @@ def _stop(process: subprocess.Popen[bytes], guard: subprocess.Popen[bytes], stat
     """Asks the server to stop, then makes sure: vLLM's worker outlives its parent now and then."""
     try:
         if process.poll() is None:
+            _say("stopping the server")
             process.send_signal(signal.SIGINT)
             process.wait(15)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C: no more patience, but no orphans either

@@ -11,6 +11,7 @@ that each worker passes before it serves.
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from shim import __version__, ledger, upstream
 from shim.latch import Latch, ShimError
 from shim.patch import Action, Patch, State
 
+log = logging.getLogger("vllm.glm5_shim")  # vLLM's handlers print it
 ACCEPTED = frozenset({State.APPLIED, State.UPSTREAM, State.UNNEEDED, State.OFF})
 
 
@@ -71,8 +73,16 @@ class Engine:
                 wrapt.register_post_import_hook(self._on_import, target)
         ledger.flush()
 
+    def left_out(self) -> str:
+        """What GLM5_SHIM_SKIP takes from GLM-5, in words; "" if nothing."""
+        names = [n for n, record in self.records.items() if record.state is State.OFF and record.patch.required]
+        return f"GLM5_SHIM_SKIP leaves out {', '.join(names)}: GLM-5's answers can be wrong without it" if names else ""
+
     def check(self) -> None:
-        """The closing gate: ShimError unless every required patch whose target is loaded is in force, right now."""
+        """The closing gate: ShimError unless every required patch whose target is loaded is in force, right now. What
+        GLM5_SHIM_SKIP leaves out is said in the log."""
+        if self.left_out():
+            log.warning("glm5-shim: %s", self.left_out())
         problems = []
         for record in self.records.values():
             patch = record.patch

@@ -52,6 +52,12 @@ def check(patches: tuple[str, ...]) -> frozenset[str]:
     assumed_capability()
     indexer()
     foreign()
+    for name in ("GLM5_SHIM_STATE_DIR", "GLM5_SHIM_CACHE_DIR"):
+        if os.environ.get(name) and not os.path.isabs(os.path.expanduser(os.environ[name])):
+            raise EnvProblem(
+                f"{name} is {os.environ[name]!r}; expected an absolute path: the processes of a server may work in "
+                "several directories"
+            )
     cache = cache_dir()  # a state directory that cannot be written is no reason to stop, see ledger.py
     if os.path.exists(cache) and not os.path.isdir(cache):
         raise EnvProblem(f"GLM5_SHIM_CACHE_DIR is {os.fspath(cache)!r}; expected a directory")
@@ -83,6 +89,12 @@ def flag(name: str) -> bool:
 
 def off() -> bool:
     return flag("GLM5_SHIM_OFF")
+
+
+def require_on() -> None:
+    """EnvProblem if the shim is switched off."""
+    if off():
+        raise EnvProblem("GLM5_SHIM_OFF is set: the shim is off in every process")
 
 
 def interpreter() -> str:

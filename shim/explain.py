@@ -47,9 +47,9 @@ class ExplainProblem(Exception):
 
 
 def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bfloat16") -> dict[str, Any]:
-    """`{"vllm", "capability", "selected": {"without_shim", "with_shim"}, "backends": [{"name", "without_shim":
-    {"accepted", "reasons"}, "with_shim": ...}]}`. ExplainProblem if vLLM cannot be asked, ValueError for a bad
-    argument."""
+    """`{"vllm", "capability", "gpu", "selected": {"without_shim", "with_shim"}, "backends": [{"name", "without_shim":
+    {"accepted", "reasons"}, "with_shim": ...}]}`; "gpu": is there one? ExplainProblem if vLLM cannot be asked,
+    ValueError for a bad argument."""
     question = {
         "capability": env.capability("capability", capability) if capability else None,
         "kv_cache_dtype": kv_cache_dtype,
@@ -60,12 +60,18 @@ def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bf
     known = _cache_dtypes()
     if known and kv_cache_dtype not in known:
         raise ValueError(f"kv-cache-dtype is {kv_cache_dtype!r}, expected one of {', '.join(known)}")
-    print("glm5-shim: asking vLLM, without and with the shim: about half a minute", file=sys.stderr, flush=True)
+    if env.off():
+        _say("GLM5_SHIM_OFF is set: vLLM runs without the shim; what it would do with it is told all the same")
+    _say("asking vLLM, without and with the shim: about half a minute")
     stock, ours = ask(question, shim=False), ask(question, shim=True)
+    if not ours["gpu"]:
+        assumed = "" if capability else f"capability {ours['capability']} is assumed, and "
+        _say(f"no GPU here: {assumed}some reasons may be those of this machine or of this build of vLLM")
     absent = {"accepted": False, "reasons": ["not in this vLLM"]}
     return {
         "vllm": ours["vllm"],
         "capability": ours["capability"],
+        "gpu": ours["gpu"],
         "kv_cache_dtype": kv_cache_dtype,
         "dtype": dtype,
         "selected": {"without_shim": stock["selected"], "with_shim": ours["selected"]},
@@ -94,6 +100,10 @@ def ask(question: dict[str, Any], *, shim: bool) -> dict[str, Any]:
     raise ExplainProblem(f"vLLM could not be asked {'with' if shim else 'without'} the shim: {last[0]}")
 
 
+def _say(line: str) -> None:
+    print(f"glm5-shim: {line}", file=sys.stderr, flush=True)
+
+
 def _cache_dtypes() -> tuple[str, ...]:
     """vLLM's own CacheDType, from its source, for importing it takes as long as the whole answer; () if it is not
     there."""
@@ -111,7 +121,7 @@ def _cache_dtypes() -> tuple[str, ...]:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    """`{"vllm", "capability", "selected": name or None, "backends": {name: {"accepted", "reasons"}}}`"""
+    """`{"vllm", "capability", "gpu", "selected": name or None, "backends": {name: {"accepted", "reasons"}}}`"""
     import torch
 
     _stand_in(torch)
@@ -150,6 +160,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     return {
         "vllm": vllm.__version__,
         "capability": f"{capability.major}.{capability.minor}",
+        "gpu": torch.cuda.is_available(),
         "selected": _selected(platform, config, classes),
         "backends": backends,
     }

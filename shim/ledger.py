@@ -101,8 +101,16 @@ def role() -> str:
 
 
 def read(state_dir: Path) -> list[dict[str, Any]]:
-    """All ledgers in a directory, oldest process first."""
-    found = [json.loads(path.read_text()) for path in state_dir.glob("*.json")]
+    """All ledgers in a directory, oldest process first. What is no ledger is named on stderr and left out."""
+    found = []
+    for path in state_dir.glob("*.json"):
+        try:
+            one = json.loads(path.read_text())
+            if not {"started", "pid", "role", "vllm", "patches"} <= set(one):
+                raise ValueError
+            found.append(one)
+        except (ValueError, TypeError, OSError):
+            print(f"glm5-shim: {path} is not a ledger, or cannot be read: left out", file=sys.stderr)
     return sorted(found, key=lambda ledger: (ledger["started"], ledger["pid"]))
 
 

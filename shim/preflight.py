@@ -55,6 +55,8 @@ def _closed(word: str) -> bool:
 def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
     """One line on why the GGUF at `path` cannot be served by the command `argv`; None if it can, or if it is somebody
     else's to serve."""
+    from shim import env
+    from shim.gguf.directory import require_cache
     from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
     from shim.gguf.names import require_complete, require_nextn
     from shim.gguf.plan import cut_problem, plan
@@ -64,6 +66,7 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
         model = open_model(path)
         require_complete(model)
         tables(model)
+        require_cache(model, env.cache_dir())
         if _drafts_with_nextn(argv):
             require_nextn(model)
         if others_serve_gguf() and _option(argv, "--quantization", "-q") in (None, "gguf"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,6 +17,8 @@ RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 OLDEST = (0, 16, 0)
 # release: why the shim does not support it. tests/contract/matrix.py keeps this true
 UNSUPPORTED: dict[str, str] = {}
+# programs that start the command among their arguments
+STARTERS = ("env", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "timeout")
 
 
 class WrapProblem(Exception):
@@ -85,14 +89,20 @@ def find(command: str) -> str:
 
 def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
     """What in this command keeps the shim out, one line each."""
+    if os.path.basename(executable) in STARTERS:
+        for place, argument in enumerate(arguments):  # the first that is a program: options and their values are none
+            if started := shutil.which(argument):
+                return warnings(started, arguments[place + 1 :])
+        return []
     interpreter, options = _shebang(executable)
     if not interpreter:
         interpreter, options = executable, _python_options(arguments)
-    if not os.path.basename(interpreter).startswith("python"):
+    if not os.path.basename(os.path.realpath(interpreter)).startswith("python"):
         return []
     said = []
-    if os.path.realpath(Path(interpreter).parent.parent) != os.path.realpath(sys.prefix):
-        said.append(f"{executable} runs in {interpreter}, not in {sys.executable}: the shim stays off there")
+    prefix = _prefix(interpreter)
+    if os.path.realpath(prefix) != os.path.realpath(sys.prefix):
+        said.append(f"{executable} runs in {prefix}, not in {sys.prefix}: the shim stays off there")
     deaf = [o for o in options if set(o) & set("IES")]
     return said + [f"python {o} ignores PYTHONPATH or sitecustomize: the shim stays off" for o in deaf]
 
@@ -123,11 +133,22 @@ def run(command: Sequence[str]) -> None:
         raise WrapProblem(f"{executable}: {problem.strerror}") from problem
 
 
+def _prefix(interpreter: str) -> Path:
+    """sys.prefix of this Python. A pyvenv.cfg counts beside it as it is called, not beside what it links to."""
+    called = Path(os.path.abspath(interpreter)).parent
+    if any((place / "pyvenv.cfg").is_file() for place in (called, called.parent)):
+        return called.parent
+    return Path(os.path.realpath(interpreter)).parent.parent
+
+
 def _shebang(executable: str) -> tuple[str, list[str]]:
     """The interpreter that a script names, and its options; ("", []) for a program."""
     with open(executable, "rb") as file:
-        first = file.readline(512)
-    words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
+        first, second = (file.readline(8192).decode(errors="replace") for _ in range(2))
+    words = first[2:].split() if first.startswith("#!") else []
+    if words == ["/bin/sh"] and second.startswith("'''exec' "):  # pip's, where the path is long or has a space
+        with suppress(ValueError):
+            words = shlex.split(second)[1:]
     if words and os.path.basename(words[0]) == "env":
         words = [word for word in words[1:] if word != "-S"]
         words[:1] = [shutil.which(words[0]) or words[0]] if words else []

@@ -12,6 +12,20 @@ from shim.gguf.files import GGUFProblem, Model, fingerprint
 from shim.gguf.tokenizer import write_tokenizer
 
 
+def require_cache(model: Model, cache_root: Path) -> None:
+    """GGUFProblem if `hf_directory` will not be able to write what it has to."""
+    if not (cache_root / fingerprint(model)).is_dir():
+        _draft(cache_root).rmdir()
+
+
+def _draft(cache_root: Path) -> Path:
+    try:
+        cache_root.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".draft-", dir=cache_root))
+    except OSError as error:
+        raise GGUFProblem(f"cannot write the cache {cache_root}: {error.strerror}; set GLM5_SHIM_CACHE_DIR") from None
+
+
 def hf_directory(model: Model, cache_root: Path) -> Path:
     """Writes config.json, generation_config.json and the tokenizer under `cache_root`, once per GGUF and shim version.
 
@@ -22,11 +36,7 @@ def hf_directory(model: Model, cache_root: Path) -> Path:
     if target.is_dir():
         return target
     config, generation = hf_config(model), generation_config(model)
-    try:
-        cache_root.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache_root))
-    except OSError as error:
-        raise GGUFProblem(f"cannot write the cache {cache_root}: {error.strerror}; set GLM5_SHIM_CACHE_DIR") from None
+    draft = _draft(cache_root)
     try:
         (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (draft / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")

@@ -99,12 +99,16 @@ def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
     Raises GGUFProblem: a part is missing, cut short, of another model, no GGUF, of another architecture, or holds
     a type that cannot be read.
     """
+    if not os.fspath(path):
+        raise GGUFProblem("the path is empty; expected a .gguf file, a directory, or directory:QUANT")
     paths = part_paths(path)
     missing = [p.name for p in paths if not p.is_file()]
     if paths[0].is_file():
         first = _read_header(paths[0])
         _check_arch(paths[0], Metadata(first.fields), arch)
     if missing:
+        if not paths[0].parent.is_dir():
+            raise GGUFProblem(f"{paths[0].parent} does not exist; expected the directory of the {len(paths)} parts")
         raise GGUFProblem(
             f"{len(missing)} of {len(paths)} parts missing in {paths[0].parent}: {', '.join(missing)}; "
             "download them into that directory"

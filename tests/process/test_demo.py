@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from shim.demo import show
 from shim.ledger import running
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +58,9 @@ def test_kill_9_of_the_demo_ends_every_process_of_its_server(clean_env, tmp_path
     while any(map(running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(running, pids))
+
+
+def test_a_demo_without_a_patch_that_is_needed_is_not_ok(capsys):
+    one = {"vllm": "0.33.0", "model": "m", "answer": "a", "chat": "c", "processes": [], "ready_s": 1.0}
+    show(one | {"ok": False, "left_out": ["cpu_rotary"]})
+    assert "NOT ok: GLM5_SHIM_SKIP leaves out cpu_rotary, which GLM-5 needs" in capsys.readouterr().out

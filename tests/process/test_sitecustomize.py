@@ -154,6 +154,12 @@ def test_a_senseless_variable_stops_vllm_and_nothing_else(python, stub_vllm, var
     assert said in done.stderr.splitlines()[-1]
 
 
+def test_what_is_left_out_is_said_once_and_vllm_starts(python, stub_vllm):
+    done = python("-c", "import vllm", PYTHONPATH=path_of(ROOT, stub_vllm), GLM5_SHIM_SKIP="closing_gate,gguf_loader")
+    said = "glm5-shim: GLM5_SHIM_SKIP leaves out gguf_loader, closing_gate: GLM-5's answers can be wrong without it\n"
+    assert (done.returncode, done.stderr) == (0, said)
+
+
 def test_an_editable_install_does_not_switch_it_on(python):
     """The tests run in an editable install: the checkout is on sys.path there without anybody's wish."""
     done = python("-c", f"import shim; {LOOK}", PYTHONPATH="")

@@ -83,7 +83,34 @@ def test_it_warns_of_another_interpreter(wrap, tmp_path):
     script = tmp_path / "other"
     script.write_text("#!/usr/bin/python3\nprint(1)\n")
     script.chmod(0o755)
-    assert "runs in /usr/bin/python3, not in" in wrap(str(script)).stderr
+    assert f"{script} runs in /usr, not in {sys.prefix}: " in wrap(str(script)).stderr
+
+
+def test_it_warns_of_another_interpreter_behind_a_link_a_space_or_a_starter(tmp_path):
+    """Not run: what another environment has is of no matter."""
+    from shim.wrap import warnings
+
+    venv = tmp_path / "other venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").touch()
+    base, other = tmp_path / "base" / "bin" / "python3.11", venv / "bin" / "python"
+    base.parent.mkdir(parents=True)
+    base.touch(0o755)
+    other.symlink_to(base)
+    link, script = tmp_path / "lp", tmp_path / "script"
+    script.write_text(f"""#!/bin/sh\n'''exec' "{other}" -E "$0" "$@"\n' '''\nprint(1)\n""")
+    script.chmod(0o755)
+    off = f"not in {sys.prefix}: the shim stays off there"
+    in_venv = f"{other} runs in {venv}, {off}"
+    assert warnings(str(other), []) == [in_venv]
+    deaf = "python -E ignores PYTHONPATH or sitecustomize: the shim stays off"
+    assert warnings(str(script), []) == [f"{script} runs in {venv}, {off}", deaf]
+    # Python itself looks for the pyvenv.cfg beside the link, not beside what it names
+    link.symlink_to(other)
+    assert warnings(str(link), []) == [f"{link} runs in {tmp_path / 'base'}, {off}"]
+    for starter in (["env", "X=1"], ["timeout", "-k", "5", "9"], ["nohup", "env", "-u", "X"]):
+        assert warnings(starter[0], [*starter[1:], str(other), "-c", ""]) == [in_venv]
+    assert warnings("env", ["-u", "X"]) == warnings("env", [sys.executable]) == []
 
 
 def test_options_behind_a_value_are_seen(wrap):

@@ -281,3 +281,14 @@ def test_only_the_engine_imports_wrapt():
     package = Path(__file__).parents[2] / "shim"
     users = {p.name for p in package.rglob("*.py") if "import wrapt" in p.read_text() or "from wrapt" in p.read_text()}
     assert users == {"engine.py"}
+
+
+def test_what_a_user_leaves_out_is_said(target, caplog):
+    engine = armed(patch(target), patch(target, name="two", replaces=()), skip=frozenset({"two"}))
+    assert engine.left_out() == "GLM5_SHIM_SKIP leaves out two: GLM-5's answers can be wrong without it"
+    engine.check()
+    assert [record.message for record in caplog.records] == [f"glm5-shim: {engine.left_out()}"]
+    caplog.clear()
+    other = armed(patch(target), patch(target, name="two", replaces=(), required=False), skip=frozenset({"two"}))
+    other.check()
+    assert other.left_out() == "" and not caplog.records

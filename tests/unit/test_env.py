@@ -126,6 +126,13 @@ def test_a_python_that_is_not_there(monkeypatch, value):
     )
 
 
+@pytest.mark.parametrize("name", ["GLM5_SHIM_STATE_DIR", "GLM5_SHIM_CACHE_DIR"])
+def test_a_directory_is_the_same_for_every_process(monkeypatch, name):
+    monkeypatch.setenv(name, "relative")
+    with pytest.raises(env.EnvProblem, match=f"{name} is 'relative'; expected an absolute path"):
+        env.check(())
+
+
 def test_a_home_in_a_directory(monkeypatch):
     monkeypatch.setenv("GLM5_SHIM_CACHE_DIR", "~/x")
     assert env.cache_dir() == Path.home() / "x"

@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 import wheels
 from click.testing import CliRunner
 
@@ -63,6 +64,23 @@ def test_another_capability_cache_and_dtype_on_the_installed_wheel(monkeypatch):
     (ours,) = [row for row in found["backends"] if row["name"] == OURS]
     assert found["selected"] == {"without_shim": None, "with_shim": None}
     assert set(ours["with_shim"]["reasons"]) == {"kv_cache_dtype not supported", "compute capability not supported"}
+    assert found["gpu"] is torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "said"),
+    [(True, "", ""), (False, "", "capability 12.0 is assumed, and some reasons"), (False, "12.0", "GPU here: some")],
+)
+def test_without_a_gpu_what_is_assumed_is_told(monkeypatch, capsys, gpu, capability, said):
+    answer = {"vllm": "0.33.0", "capability": "12.0", "gpu": gpu, "selected": None, "backends": {}}
+    monkeypatch.setattr(explain, "ask", lambda *question, **shim: answer)
+    monkeypatch.delenv("GLM5_SHIM_OFF", raising=False)
+    assert explain.explain(capability)["gpu"] is gpu
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert [said in line for line in lines] == ([True] if said else [])
+    monkeypatch.setenv("GLM5_SHIM_OFF", "1")
+    explain.explain(capability)
+    assert capsys.readouterr().err.startswith("glm5-shim: GLM5_SHIM_OFF is set: vLLM runs without the shim; ")
 
 
 @pytest.mark.parametrize(

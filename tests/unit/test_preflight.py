@@ -107,6 +107,12 @@ def test_what_is_ours(tiny, other_architecture, tmp_path):
     assert not preflight.is_ours(str(other_architecture)) and not preflight.is_ours(str(tmp_path / "missing.gguf"))
 
 
+def test_a_cache_that_cannot_be_written(tiny, monkeypatch):
+    monkeypatch.setenv("GLM5_SHIM_CACHE_DIR", "/proc/nowhere")
+    said = preflight.problem_with(str(tiny))
+    assert said.startswith("cannot write the cache /proc/nowhere: ") and "set GLM5_SHIM_CACHE_DIR" in said
+
+
 def test_a_whole_model_passes(tiny):
     assert preflight.problem_with(str(tiny)) is None
 

@@ -182,6 +182,12 @@ def test_missing_parts_of_another_architecture_are_not_our_business(make):
         open_model(path)
 
 
+def test_a_directory_that_is_not_there(tmp_path):
+    assert problem(tmp_path / "no" / "x-00001-of-00010.gguf").startswith(f"{tmp_path}/no does not exist")
+    with pytest.raises(GGUFProblem, match="the path is empty"):
+        open_model("")
+
+
 def test_one_missing_part_and_a_missing_first_part(make):
     path = make(parts=3)
     path.unlink()
