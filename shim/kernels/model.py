@@ -281,6 +281,8 @@ def main() -> None:
         works = list(cases(args.quick))
     except ImportError as problem:
         sys.exit(f"the model asks the kernels' own tables, which need torch: {problem}")
+    if not args.no_compile:
+        print("compiling the kernels for sm_120: a minute or two the first time", file=sys.stderr, flush=True)
     rows, problems = predictions(works, not args.no_compile)
     print(f"{RTX_PRO_6000.name}: lower bounds, not measurements\n{table(works, rows)}")
     for why in problems:
