@@ -27,6 +27,10 @@ class NotRun(Stop):
     exit_code = 127
 
 
+class Interrupted(Stop):
+    exit_code = 130
+
+
 class Checked(click.Command):
     """Refuses a senseless GLM5_SHIM_* variable before it begins; not when asked for its --help."""
 
@@ -243,6 +247,8 @@ def demo(as_json: bool, timeout: int) -> None:
         found = work(timeout)
     except (DemoProblem, env.EnvProblem) as problem:
         raise Stop(str(problem)) from None
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; the server has ended") from None
     if as_json:
         _print_json(found)
     else:

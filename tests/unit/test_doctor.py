@@ -92,6 +92,16 @@ def test_json_is_left_to_the_wrapped_command_and_to_answers(monkeypatch):
     assert done.exit_code == 0 and done.stdout.startswith("Usage: ")
 
 
+def test_an_interrupted_demo_says_so(monkeypatch):
+    def work(timeout_s):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shim.demo.work", work)
+    monkeypatch.setattr("shim.cli._needs", lambda *modules: None)
+    done = CliRunner().invoke(main, ["demo"])
+    assert (done.exit_code, done.stderr) == (130, "glm5-shim: interrupted; the server has ended\n")
+
+
 def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
     monkeypatch.setenv("GLM5_SHIM_SKIP", "typo")
     done = CliRunner().invoke(main, ["doctor", "environment"])
