@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_sparse_mla_kernel import DEVICE, GPU, PAGE, check, needs_gpu, problem, run, truth
 
-from shim.kernels.sparse_mla import launch, tune
+from shim.kernels.sparse_mla import launch, tune, union
 from shim.kernels.sparse_mla.overlap import overlapping_indices
 from shim.kernels.sparse_mla.union import Unions
 
@@ -129,6 +129,36 @@ def test_sharing_is_for_many_neighbours_only(monkeypatch):
         assert (workspace.unions.counts[0].item() != -7) == used, near
 
 
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("large", [True, False])
+def test_warm_up_covers_long_prompts(monkeypatch, kv, large):
+    """All that kernels are compiled for: of a prefill's shared launch, and of the one for what is left."""
+    seen = set()
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: seen.add((self.name, frozenset(constants.items())))
+
+    for module, names in ((launch.kernel, ("attend", "merge")), (union, ("mark", "emit"))):
+        for name in names:
+            monkeypatch.setattr(module, name, Kernel(name))
+    monkeypatch.setattr(launch, "is_large", lambda device: large)
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
+    dtype = torch.uint8 if kv == "fp8" else torch.bfloat16
+    launch.warm_up(8, torch.bfloat16, dtype, PAGE, 4096, DEVICE)
+    warm = set(seen)
+    workspace = launch.Workspace(4096, 8, dtype, DEVICE, positions=4096)
+    inputs, (topk, req_ids, table, seq_lens) = problem(1, 8, 2048, kv)
+    for tokens in (1, 8, 64, 512, 4096):
+        query = inputs[0].expand(tokens, -1, -1)
+        indices = (topk.expand(tokens, -1), req_ids.expand(tokens).contiguous(), table, seq_lens)
+        run((query, inputs[1]), indices, workspace=workspace, neighbours=tokens)
+    assert len(warm) > 4 and seen == warm
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="positions"):
         Unions(1, 8, (1 << 23) + 1, 8, "cpu")
@@ -137,6 +167,9 @@ def test_bad_arguments():
     inputs, indices = neighbours(3)
     with pytest.raises(ValueError, match="workspace"):
         run(inputs, indices, sharing=CONFIGS["bf16"][0])
+    other = shared(3, 8, inputs[1].dtype, CONFIGS["bf16"][2])
+    with pytest.raises(ValueError, match="sharing is by 8 tokens, the workspace for 4"):
+        run(inputs, indices, workspace=other, sharing=CONFIGS["bf16"][0])
 
 
 @needs_gpu

@@ -154,6 +154,8 @@ def _attend_shared(
     unions: union.Unions,
 ) -> None:
     """Groups with a union by `sharing`, the tokens of the others by `alone`; so many at a time as `unions` holds."""
+    if sharing.group != unions.group:
+        raise ValueError(f"sharing is by {sharing.group} tokens, the workspace for {unions.group}")
     step = unions.groups * sharing.group
     for first in range(0, len(topk), step):
         part = slice(first, first + step)
@@ -300,7 +302,7 @@ def warm_up(
         launch(tokens, plan=plan)
     if sharing := tune.sharing(max_tokens, heads, cache_dtype, is_large(device)):
         workspace = Workspace(tune.SHARE_FROM, heads, cache_dtype, device, columns, positions=page)
-        launch(sharing.group, workspace=workspace, sharing=sharing)
+        launch(tune.SHARE_FROM, workspace=workspace, sharing=sharing)  # fewer tokens have other plans for what is left
     compiled.warm(device)
     return count
 

@@ -18,6 +18,8 @@ MOST = 8  # tokens of a group: bits of an entry beside its position
 REACH = 1 << 23  # positions are below this: what an int32 entry holds beside them
 COLUMNS, WORDS = 1024, 1024  # chosen positions, and words of 32 bits of each token, that one step takes
 SAMPLE: tl.constexpr = tl.constexpr(32)
+# No variant per value (1, a multiple of 16) or per alignment of what the caller brings
+_ANY = ["topk", "req_ids", "seq_lens", "tokens", "columns", "topk_t"]
 
 
 @triton.jit
@@ -58,7 +60,7 @@ def _goes_on(topk, req_ids, seq_lens, group, tokens, columns, topk_t, width, GRO
     return goes_on, length
 
 
-@triton.jit(do_not_specialize=["tokens", "columns"])
+@triton.jit(do_not_specialize=_ANY)
 def mark(
     topk, req_ids, seq_lens, bits, tokens, columns, topk_t, width, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -81,7 +83,7 @@ def mark(
         tl.atomic_or(plane + position // 32, bit, mask=chosen, sem="relaxed", scope="cta")
 
 
-@triton.jit(do_not_specialize=["tokens", "columns"])
+@triton.jit(do_not_specialize=_ANY)
 def emit(
     topk, req_ids, seq_lens, bits, entries, counts, tokens, columns, topk_t, width, capacity,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
