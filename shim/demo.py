@@ -32,7 +32,8 @@ class DemoProblem(Exception):
 
 
 def work(timeout_s: int = 600) -> dict[str, Any]:
-    """Runs the demo: `{"ok", "vllm", "model", "answer", "chat", "processes": [{pid, role, applied}], "ready_s"}`."""
+    """Runs the demo: `{"ok", "left_out", "vllm", "model", "answer", "chat", "processes", "ready_s"}`; a process is
+    {pid, role, applied, used}."""
     from shim.gguf.tiny import write_tiny
     from shim.patches import PATCHES
 
