@@ -43,7 +43,11 @@ def jobs() -> list[dict]:
         for fp8, table in tune.SHARED.items()
         for heads, q in itertools.product(table, Q)
     ]
-    alike += [{"cap": 120, "fp8": False, "heads": 8, "q": "bf16", "out": OWN, "left": 8}]
+    alike += [{"cap": 120, "fp8": False, "heads": 8, "q": "bf16", "out": OWN, "left": 4}]
+    alike += [  # few tokens
+        {"cap": 120, "fp8": False, "heads": heads, "q": q, "out": out, "from": "FEW"}
+        for heads, (q, out) in itertools.product(tune.BY_HEADS_FEW, variants)
+    ]
     alike += [
         {"cap": 90, "fp8": fp8, "heads": heads, "q": "bf16", "out": OWN, "from": name}
         for name, heads in (("SHARED_LARGE", 8), ("LARGE", 64))
@@ -51,7 +55,7 @@ def jobs() -> list[dict]:
     ]
     merges = [{"cap": 120, "q": q, "alone": "merge", "splits": 2**n} for q in Q for n in range(1, 7)]
     merges += [{"cap": cap, "q": q, "alone": "merge", "splits": tune.MAX_SPLITS} for cap in (90, 89, 80) for q in Q]
-    unions = [{"cap": cap, "q": "bf16", "alone": name} for cap in (120, 90) for name in ("mark", "emit")]
+    unions = [{"cap": cap, "q": "bf16", "alone": name} for cap in (120, 90) for name in ("look", "mark", "emit")]
     return full + alike + other + merges + unions
 
 
@@ -72,13 +76,14 @@ def compile_one(job: dict) -> dict:
         pointers = {"part_out": "fp32", "part_lse": "fp32", "out": q, "lse": "fp32"}
     elif "alone" in job:
         function = getattr(union, job["alone"])
-        constants, warps = {"GROUP": 8, "BLOCK": union.COLUMNS}, 4
-        if job["alone"] == "emit":
-            constants, warps = {"GROUP": 8, "BLOCK": union.WORDS}, 8
+        blocks = {"look": {}, "mark": {"BLOCK": union.COLUMNS}, "emit": {"BLOCK": union.WORDS}}
+        constants, warps = {"GROUP": 8} | blocks[job["alone"]], 8 if job["alone"] == "emit" else 4
         pointers = dict.fromkeys(("topk", "req_ids", "seq_lens", "bits", "entries", "counts"), "i32")
     else:
         cache = torch.uint8 if job["fp8"] else dtype
         config = tune.config_for(job.get("heads", 8), cache, large=job.get("from") == "LARGE")
+        if job.get("from") == "FEW":
+            config = tune.BY_HEADS_FEW[job["heads"]]
         if "config" in job:
             config = tune.Config(*job["config"])
         elif "SHARED" in job.get("from", ""):

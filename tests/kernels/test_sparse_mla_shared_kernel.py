@@ -10,9 +10,9 @@ from shim.kernels.sparse_mla.overlap import overlapping_indices
 from shim.kernels.sparse_mla.union import Unions
 
 LENGTHS = (300, 200)
-# of 12.x, and what only a larger shared memory takes; by the interpreter all of them run anywhere
+# groups of 8 on any card, what only a larger shared memory takes, and 12.x; by the interpreter all of them run anywhere
 CONFIGS = {
-    "bf16": [tune.SHARED[False][8], tune.SHARED_LARGE[False][8], tune.Config(16, 32, 128, 4, 8, 1, group=4)],
+    "bf16": [tune.Config(16, 64, 128, 4, 8, 1, group=8), tune.SHARED_LARGE[False][8], tune.SHARED[False][8]],
     "fp8": [tune.SHARED_LARGE[True][8], tune.Config(16, 16, 64, 4, 4, 1, group=2)],
 }
 
@@ -123,7 +123,8 @@ def test_sharing_is_for_many_neighbours_only(monkeypatch):
     monkeypatch.setattr(tune, "SHARE_FROM", 16)
     inputs, indices = neighbours(16, switch=16)
     workspace = launch.Workspace(16, 8, inputs[1].dtype, DEVICE, 64, positions=320)
-    for near, used in ((0, False), (15, False), (16, True)):
+    groups = 2 * workspace.unions.group
+    for near, used in ((0, False), (groups - 1, False), (groups, True)):
         workspace.unions.counts.fill_(-7)
         check(run(inputs, indices, workspace=workspace, neighbours=near), truth(inputs, indices))
         assert (workspace.unions.counts[0].item() != -7) == used, near
@@ -142,7 +143,7 @@ def test_warm_up_covers_long_prompts(monkeypatch, kv, large):
         def __getitem__(self, grid):
             return lambda *arguments, **constants: seen.add((self.name, frozenset(constants.items())))
 
-    for module, names in ((launch.kernel, ("attend", "merge")), (union, ("mark", "emit"))):
+    for module, names in ((launch.kernel, ("attend", "merge")), (union, ("look", "mark", "emit"))):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(name))
     monkeypatch.setattr(launch, "is_large", lambda device: large)

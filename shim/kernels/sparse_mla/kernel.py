@@ -10,6 +10,10 @@ so that 8 heads fill the larger product and its accumulators. Swapping the first
 tile in both orientations: Triton 3.6 then gives up cp.async for it and makes a second copy (seen in the TTGIR). QK at 8
 heads fills half of its MMA instead; the kernel is bound by the gather.
 
+Triton arranges the warps of products that feed each other alike, here all along the latent, and each warp repeats the
+whole of S. With APART each product of S stands in a branch of its own, where Triton arranges warps for it alone. The
+branches are always taken; each has a condition of its own, or they would be merged. It takes registers: tune.py.
+
 The latent is taken in pieces, because an fp8 row has one scale per 128 values. e4m3 values enter the MMA as they are,
 exact in fp16: the scale multiplies the fp32 partial score, and goes into P for the output. The query meets them as
 fp16, over a power of two of its own that keeps it in range; P as fp16, over the largest scale of the tile.
@@ -126,7 +130,7 @@ def attend(
     lse_t, lse_s, lse_n,  # in values
     PAGE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
     FP8: tl.constexpr, CVT: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, LEFT: tl.constexpr,
+    GROUP: tl.constexpr, LEFT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Share `split` is columns [split * span, split * span + span) of the row. It writes attention over these alone.
 
@@ -223,22 +227,33 @@ def attend(
             ropes = rows + 512
         k_r = tl.load(ropes[None, :] + tl.arange(0, 64)[:, None], mask=chosen[None, :], other=0).to(q_r.dtype)
 
-        if FP8:
+        weight = tl.zeros([BLOCK_K, BLOCK_N], k[0].dtype)
+        p = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        fade = top
+        if (tokens > 0) if APART else True:  # always
             s = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-            for i in tl.static_range(4):
-                s += tl.dot(q[2 * i + 1], k[2 * i + 1], tl.dot(q[2 * i], k[2 * i])) * scales[i][None, :]
-            s = tl.dot(q_r, k_r, s * unit[:, None])  # [N, BLOCK_K]
-        else:
-            s = tl.dot(q_r, k_r)
-            for i in tl.static_range(PIECES):
-                s = tl.dot(q[i], k[i], s)
+            if FP8:
+                for i in tl.static_range(4):
+                    part = s
+                    if (tokens > -1 - i) if APART else True:
+                        part = tl.dot(q[2 * i + 1], k[2 * i + 1], tl.dot(q[2 * i], k[2 * i]))
+                    s += part * scales[i][None, :]
+                s *= unit[:, None]
+            else:
+                for i in tl.static_range(PIECES):
+                    if (tokens > -1 - i) if APART else True:
+                        s = tl.dot(q[i], k[i], s)
+            if (tokens > -1 - PIECES) if APART else True:
+                s = tl.dot(q_r, k_r, s)  # [N, BLOCK_K]
 
-        s = tl.where(by_row, s * (scale * LOG2E), FAR)
-        new_top = tl.maximum(top, tl.max(s, 1))
-        p = tl.where(by_row, tl.exp2(s - new_top[:, None]), 0.0)
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.sum(p, 1)
-        top = new_top
+            s = tl.where(by_row, s * (scale * LOG2E), FAR)
+            new_top = tl.maximum(top, tl.max(s, 1))
+            p = tl.where(by_row, tl.exp2(s - new_top[:, None]), 0.0)
+            fade = tl.exp2(top - new_top)
+            total = total * fade + tl.sum(p, 1)
+            top = new_top
+            if not FP8:
+                weight = tl.trans(p.to(k[0].dtype))
         faded = ()
         if FP8:
             for i in tl.static_range(4):
@@ -248,7 +263,6 @@ def attend(
                     added = tl.dot(k[2 * i + j], weight) * most
                     faded += (acc[2 * i + j] * fade[None, :] + added,)  # [TILE, N]
         else:
-            weight = tl.trans(p.to(k[0].dtype))
             for i in tl.static_range(PIECES):
                 faded += (tl.dot(k[i], weight, acc[i] * fade[None, :]),)
         acc = faded

@@ -15,7 +15,7 @@ from shim.kernels.sparse_mla.reference import FP8_ROW_BYTES, LATENT, ROPE, ROW
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _TYPES = (torch.bfloat16, torch.float16)
-compiled = Compiled("sparse_mla", kernel.attend, kernel.merge, union.mark, union.emit)
+compiled = Compiled("sparse_mla", kernel.attend, kernel.merge, union.look, union.mark, union.emit)
 
 if triton.knobs.runtime.interpret:
     interpret.install()
@@ -51,7 +51,8 @@ class Workspace:
         self.unions: union.Unions | None = None
         if sharing is not None:
             groups = min(-(-max_tokens // sharing.group), max(1, tune.UNION_BYTES * 8 // positions // sharing.group))
-            self.unions = union.Unions(groups, sharing.group, positions, tune.MOST_SETS * columns, device)
+            most = int(tune.MOST_SETS[sharing.group] * columns)
+            self.unions = union.Unions(groups, sharing.group, positions, most, device)
 
     def check(self, tokens: int, splits: int, heads: int) -> None:
         rows = tokens * splits * heads
@@ -258,7 +259,7 @@ def constants(config: tune.Config, cache_dtype: torch.dtype, page: int, cvt: boo
     return {
         "PAGE": page, "BLOCK_K": config.block_k, "BLOCK_N": config.block_n, "TILE": config.tile,
         "PIECES": LATENT // config.tile, "FP8": cache_dtype == torch.uint8, "CVT": cvt, "SCAN": tune.SCAN,
-        "STAGES": config.stages, "GROUP": config.group, "LEFT": left,
+        "STAGES": config.stages, "GROUP": config.group, "LEFT": left, "APART": config.apart,
     }  # fmt: skip
 
 

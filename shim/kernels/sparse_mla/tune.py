@@ -28,6 +28,7 @@ class Config:
     warps: int
     per_sm: int  # programs that one SM of 12.x holds (100 KiB); more elsewhere
     group: int = 1  # neighbouring tokens that share one gather (union.py)
+    apart: bool = False  # warps are arranged for S by itself (kernel.py)
 
 
 @dataclass(frozen=True)
@@ -36,55 +37,56 @@ class Plan:
     splits: int  # shares of a token's row; 1: no merge
 
 
-# H200: 267 us at T 512, 2,057 at T 4096, within 1 % of the best of 30 and 95 % of a plain gather; a second buffer (7)
-# is 10 to 14 % slower, tile 128 12 to 18 %, 4 warps are not among the best six
+# "As 12.x": on an H200 built for mma.sync, with as many programs on an SM as 12.x holds. us, medians, Triton 3.6
+
+# T 4096: as 12.x 2,701 at uniform positions, 2,203 where neighbours keep 0.99; H200 2,007 and 1,678, 96 % of a plain
+# gather. `apart` and 4 warps are 6 % slower, a second buffer (7) 6 % faster at uniform positions, 16 % slower at 0.99
 NARROW = Config(block_k=32, block_n=8, tile=64, stages=4, warps=2, per_sm=2)
-# predicted: 16 heads fill the MMA; two tiles of 18 KB overlap gather and MMA within the program
-MIDDLE = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=1)
-# predicted: a row is gathered once for 32 heads; 8 warps share the 64 KB of accumulators without a spill
-WIDE = Config(block_k=32, block_n=32, tile=128, stages=4, warps=8, per_sm=1)
-# H200, 64 heads: 1,642 us at T 512, 4.8 times FA3 (which has wgmma's 64 rows). Untuned; Q takes 72 KB of shared memory
+# to FEW tokens: as 12.x 12.8, 18.7 and 58.6 at T 1, 8 and 64 (NARROW 13.5, 20.6, 60.4; not apart 12.8, 18.5, 54.9, but
+# it spills with Triton 3.9); H200 14.2, 19.8 and 57.4, not apart 13.8, 19.2 and 57.0
+DEEP = Config(block_k=16, block_n=8, tile=64, stages=7, warps=2, per_sm=2, apart=True)
+FEW = 128
+# T 4096: as 12.x 4,489 (5,180 with 16 rows in two buffers, not apart)
+MIDDLE = Config(block_k=32, block_n=16, tile=64, stages=4, warps=4, per_sm=1, apart=True)
+# T 4096: as 12.x 6,061 (7,846 if not apart)
+WIDE = Config(block_k=32, block_n=32, tile=128, stages=4, warps=8, per_sm=1, apart=True)
+# T 4096: as 12.x 11,300 (11,133 if apart, which spills with Triton 3.9; WIDE twice 11,589)
 WIDEST = Config(block_k=16, block_n=64, tile=128, stages=4, warps=8, per_sm=1)
-# H200: 77 us at T 64, 422 at T 512, 3,257 at T 4096, a third of the gather; 7 stages are 3 to 4 % slower
-NARROW_FP8 = Config(block_k=16, block_n=8, tile=64, stages=4, warps=2, per_sm=4)
-# H200, 64 heads: 3,509 us at T 512, 7.8 times FlashMLA: a row is gathered and converted four times over. Untuned; 32
-# and 64 heads in one program spill on 12.x
+# T 1, 8, 64 and 4096: as 12.x 14.6, 21.0, 64.8 and 3,067 (17.3, 25.7, 72.0 and 3,435 with 16 rows and 2 warps, not
+# apart); H200 15.8, 24.6, 67.0 and 3,051
+NARROW_FP8 = Config(block_k=32, block_n=8, tile=64, stages=4, warps=4, per_sm=2, apart=True)
+# T 4096: as 12.x 6,292 with 16 heads, 24,364 with 64. 32 rows in one buffer, apart, take 3,731 and 14,105, but spill 8
+# bytes (Triton 3.6) or 56 (3.9), and 12.x is given nothing that spills
 WIDE_FP8 = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=2)
 
-# H200, Triton 3.6: 74 us at T 64, 392 at T 512, 2,899 at T 4096. With 3.9 it spills, on 12.x too, where it is not for
-DEEP_FP8 = replace(NARROW_FP8, block_k=32)
-# H200, to 64 tokens: 18.1, 21.6 and 61.8 us at T 1, 8 and 64 with 32, 32 and 8 shares, NARROW 18.7, 24.0 and 61.5
-DEEP = Config(block_k=16, block_n=8, tile=64, stages=7, warps=2, per_sm=4)
-FEW = 128  # tokens, the most that DEEP is for
-# H200 (a card of 227 KB): 5.8 ms at T 4096, 2.5 times FA3 and 2.3 times faster than WIDEST; 256 and 512 in a piece are
-# 3 and 11 % slower, 32 rows 38 %
-HUGE = Config(block_k=64, block_n=64, tile=128, stages=4, warps=8, per_sm=1)
-# H200: 12.8 ms at T 4096, 3.7 times FlashMLA and 2.1 times faster than WIDE_FP8; 64 heads in one program spill
+# H200 (a card of 227 KB), 64 heads: 4,669 at T 4096, twice FA3 (5,703 if not apart); 256 in a piece 3 % slower
+HUGE = Config(block_k=64, block_n=64, tile=128, stages=4, warps=8, per_sm=1, apart=True)
+# H200, 64 heads: 12,810 at T 4096, 3.6 times FlashMLA and half of WIDE_FP8's; apart it spills 400 bytes
 HUGE_FP8 = Config(block_k=64, block_n=32, tile=64, stages=4, warps=8, per_sm=1)
 
 BY_HEADS = {  # the first whose heads suffice, else the last
     False: {8: NARROW, 16: MIDDLE, 32: WIDE, 64: WIDEST},
     True: {8: NARROW_FP8, 16: WIDE_FP8},  # fp8_ds_mla
 }
-LARGE = {  # the same for a card with the shared memory of 9.0, which holds more of the narrow ones
+LARGE = {  # the same for a card with the shared memory of 9.0
     False: BY_HEADS[False] | {8: replace(NARROW, per_sm=4), 64: HUGE},
-    True: {8: DEEP_FP8, 16: WIDE_FP8, 32: HUGE_FP8},
+    True: BY_HEADS[True] | {32: HUGE_FP8},
 }
+BY_HEADS_FEW = {8: DEEP}  # 16-bit, to FEW tokens
+LARGE_FEW = {8: replace(DEEP, per_sm=4, apart=False)}
 
-# Prefill: tokens that share a gather (union.py)
+# Prefill: tokens that share a gather (union.py). T 4096, where neighbours keep 0.99, 0.95 and 0.9, and without sharing
 SHARED: dict[bool, dict[int, Config]] = {
-    # predicted: 64 rows fill the MMA; 4 tokens with 32 rows of cache are slower on the H200 (2.8 ms, this one 2.1)
-    False: {8: replace(WIDEST, group=8)},
-    True: {},  # two tokens, all that 12.x has registers for, lose on the H200
+    # as 12.x 1,688, 1,865 and 2,094; 2,203 to 2,290. 8 tokens (WIDEST) 1,658, 2,062 and 2,507
+    False: {8: replace(WIDE, group=4)},
+    True: {},  # two tokens by 32 rows, apart: 2,094 to 2,284; 2,940. It spills as WIDE_FP8 would
 }
 SHARED_LARGE = {
-    False: {8: replace(HUGE, group=8)},
-    True: {8: replace(HUGE_FP8, group=4)},
+    False: {8: replace(HUGE, group=8)},  # H200: 833 at 0.99 and 1,169 at 0.9; 1,678 and 1,720
+    True: {8: replace(HUGE_FP8, group=4)},  # H200: 1,893 and 2,319; 2,950
 }
 SHARE_FROM = 512  # tokens; predicted: fewer leave SMs without a group
-# H200: unions of 1.07, 1.35 and 1.69 sets (8 tokens that keep 0.99, 0.95, 0.9) take 0.65, 0.75 and 0.87 of the time
-# without sharing; 2.36 (keep 0.8) would take longer
-MOST_SETS = 2  # a union has at most so many times the columns of a row
+MOST_SETS = {4: 1.5, 8: 2.0}  # by tokens of a group: a union has at most so many times the columns of a row
 UNION_BYTES = 128 << 20  # a bit for each token and position of its request; tokens that have no room come next
 
 
@@ -106,8 +108,8 @@ def configuration(
     """The plan for `tokens` rows of `columns` positions on a GPU of `sms` SMs. `cache_dtype` uint8 is fp8_ds_mla;
     large: the GPU has the shared memory of 9.0 (227 KB), not that of 12.x."""
     config = config_for(heads, cache_dtype, large)
-    if large and heads <= 8 and tokens <= FEW and cache_dtype != torch.uint8:
-        config = DEEP
+    if tokens <= FEW and cache_dtype != torch.uint8:
+        config = next((c for n, c in (LARGE_FEW if large else BY_HEADS_FEW).items() if n >= heads), config)
     programs = tokens * -(-heads // config.block_n)
     return Plan(config, splits(programs, -(-columns // config.block_k), sms * config.per_sm, sms))
 

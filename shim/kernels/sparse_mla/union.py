@@ -2,10 +2,11 @@
 """The rows that a group of neighbouring tokens chose, each once, with a bit for every token that chose it.
 
 Neighbouring tokens of a prompt choose nearly the same rows (`overlap.py`), so that a group can gather them once. Built
-on the device, without a sync, in two steps: `mark` has each token set a bit for each position that it chose, in a plane
-of its own; `emit` goes over the planes of a group, side by side, and writes the positions in which any has a bit. An
-entry is position * 256 + the tokens' bits. A group has no union, and its count is -1, where its tokens are of several
-requests or the union would save too little. Most of those are seen by a sample before anything is marked (`_alike`).
+on the device, without a sync, in three steps: `look` tells by a sample most of the groups whose union would save too
+little; `mark` has each token of the others set a bit for each position that it chose, in a plane of its own; `emit`
+goes over the planes of a group, side by side, and writes the positions in which any has a bit. An entry is position *
+256 + the tokens' bits. A group has no union, and its count is -1, where its tokens are of several requests or the union would
+save too little.
 
 Source of the idea: the unions of a tile of query tokens in sgl-project/sglang#32779.
 """
@@ -45,30 +46,30 @@ def _alike(topk, first, last, columns, topk_t):
     return tl.sum((real & (found > 0)).to(tl.int32), 0) * 4 >= tl.sum(real.to(tl.int32), 0)
 
 
-@triton.jit
-def _goes_on(topk, req_ids, seq_lens, group, tokens, columns, topk_t, width, GROUP: tl.constexpr):
-    """Has this group a union, as far as can be told before it is built? And the length of its request."""
+@triton.jit(do_not_specialize=_ANY)
+def look(topk, req_ids, seq_lens, counts, tokens, columns, topk_t, width, GROUP: tl.constexpr):
+    """One program is one group. counts [groups]: -1 if it has no union, as far as can be told before it is built."""
+    group = tl.program_id(0)
     first = group * GROUP
     last = tl.minimum(first + GROUP, tokens) - 1
     request = tl.load(req_ids + first)
     member = first + tl.arange(0, GROUP)
     same = tl.min((tl.load(req_ids + member, mask=member <= last, other=request) == request).to(tl.int32), 0)
-    length = tl.load(seq_lens + request)
-    goes_on = (same != 0) & (length <= width)
+    goes_on = (same != 0) & (tl.load(seq_lens + request) <= width)
     if goes_on:
         goes_on = _alike(topk, first, last, columns, topk_t)
-    return goes_on, length
+    tl.store(counts + group, goes_on.to(tl.int32) - 1)
 
 
 @triton.jit(do_not_specialize=_ANY)
 def mark(
-    topk, req_ids, seq_lens, bits, tokens, columns, topk_t, width, GROUP: tl.constexpr, BLOCK: tl.constexpr
+    topk, req_ids, seq_lens, bits, counts, columns, topk_t, width, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program is one token. bits [T, width / 32]: written where the request has positions."""
     t = tl.program_id(0)
-    goes_on, length = _goes_on(topk, req_ids, seq_lens, t // GROUP, tokens, columns, topk_t, width, GROUP)
-    if not goes_on:
-        return  # `emit` comes to the same conclusion
+    if tl.load(counts + t // GROUP) < 0:
+        return
+    length = tl.load(seq_lens + tl.load(req_ids + t))
     plane = bits + t.to(tl.int64) * (width // 32)
     for start in range(0, length, 32 * BLOCK):
         at = start // 32 + tl.arange(0, BLOCK)
@@ -85,16 +86,14 @@ def mark(
 
 @triton.jit(do_not_specialize=_ANY)
 def emit(
-    topk, req_ids, seq_lens, bits, entries, counts, tokens, columns, topk_t, width, capacity,
+    req_ids, seq_lens, bits, entries, counts, tokens, width, capacity,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program is one group. entries [groups, capacity] in the order of positions, counts [groups]."""
     group = tl.program_id(0)
-    goes_on, length = _goes_on(topk, req_ids, seq_lens, group, tokens, columns, topk_t, width, GROUP)
-    if not goes_on:
-        tl.store(counts + group, -1)
+    if tl.load(counts + group) < 0:
         return
-    words = tl.cdiv(length, 32)
+    words = tl.cdiv(tl.load(seq_lens + tl.load(req_ids + group * GROUP)), 32)
     row = entries + group.to(tl.int64) * capacity
     count = 0
     for start in range(0, words, BLOCK):
@@ -147,10 +146,11 @@ class Unions:
         """
         tokens, columns = topk.shape
         count = -(-tokens // self.group)
-        inputs = (topk, req_ids, seq_lens, self.bits)
-        sizes = (tokens, columns, topk.stride(0), self.width)
-        mark[(tokens,)](*inputs, *sizes, GROUP=self.group, BLOCK=COLUMNS, num_warps=4)
+        requests, row = (req_ids, seq_lens), (columns, topk.stride(0), self.width)
+        look[(count,)](topk, *requests, self.counts, tokens, *row, GROUP=self.group, num_warps=4)
+        mark[(tokens,)](topk, *requests, self.bits, self.counts, *row, GROUP=self.group, BLOCK=COLUMNS, num_warps=4)
         emit[(count,)](
-            *inputs, self.entries, self.counts, *sizes, self.capacity, GROUP=self.group, BLOCK=WORDS, num_warps=8
-        )
+            *requests, self.bits, self.entries, self.counts, tokens, self.width, self.capacity,
+            GROUP=self.group, BLOCK=WORDS, num_warps=8,
+        )  # fmt: skip
         return self.entries[:count], self.counts[:count]

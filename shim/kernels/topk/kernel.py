@@ -88,10 +88,10 @@ def _threshold(keys, total, least, most):
     beyond = tl.zeros([], tl.int32)  # keys > high
     by_value = low == low
     while low < high:
-        span = high.to(tl.int64) - low.to(tl.int64)
+        third = ((high - low).to(tl.uint32, bitcast=True) // 3).to(tl.int32, bitcast=True)
         part = (2 * from_low - least - most).to(tl.float32) / (2 * (from_low - beyond)).to(tl.float32)
-        first = _part_way(low, high, 0.8 * part, by_value, low + (span // 3).to(tl.int32)) + 1
-        second = _part_way(low, high, 0.2 + 0.8 * part, by_value, low + (2 * span // 3).to(tl.int32)) + 1
+        first = _part_way(low, high, 0.8 * part, by_value, low + third) + 1
+        second = _part_way(low, high, 0.2 + 0.8 * part, by_value, low + 2 * third) + 1
         both = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
         of_first = both & 0xFFFF
         of_second = both >> 16

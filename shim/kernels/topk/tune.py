@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 MOST = 2048  # the largest k
@@ -26,7 +26,7 @@ class Config:
     per_sm: int  # programs launched for one SM
     registers: int = 128  # a thread, at most: 2 programs of 8 warps on an SM
     chunk: int = CHUNK
-    step: int = 1024  # of the buffer, when the chosen are written: with 8 warps 4 a thread, 8 spill beside the rest
+    step: int = 1024  # of the buffer, when the chosen are written, and of a histogram; more spill with 128 registers
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,21 @@ class Plan:
         return rows if self.parts > 1 else min(rows, self.programs)
 
 
-# H200: 64 x 131,072 in 56 us (88 without the pipeline, 57 with tiles of 2,048), 8 x 131,072 in 23 with 16 parts of two
-# tiles (28 with 32 of one)
-# predicted: 16 warps write the chosen of a row in one step, where 8 took eight, of 0.6 us each
-SHARED = {sample: Config(sample, tile=4096, stages=3, warps=16, per_sm=1, step=CAPACITY) for sample in SAMPLES}
+# H200, us of 1, 4, 16 and 64 x 131,072, and of 1 row that holds 8,192: 19.8, 20.5, 26.3, 51.1 and 11.9, with parts of
+# two tiles. Two programs an SM, of 128 registers: 20.1, 20.8, 30.8, 55.0 and 12.8; 16 warps in their place: 20.3, 21.6,
+# 27.4, 53.3 and 11.8. Without the pipeline half as much again
+SHARED = {sample: Config(sample, 4096, stages=3, warps=8, per_sm=1, registers=255, step=4096) for sample in SAMPLES}
 TILES = 2  # at least, for each part of a row
 # H200: 4,096 x 65,536 in 1,151 us (1,199 with 4 stages); 3 or 4 programs an SM with 80 or 64 registers are as fast, but
 # spill on 12.x; tiles of 4,096 and 4 warps are slower
 WHOLE = {sample: Config(sample, tile=2048, stages=3, warps=8, per_sm=2) for sample in SAMPLES}
 
 
-# predicted: a row has an SM to itself; steps of 8,192 spill in Triton 3.6
-FEW = {sample: replace(config, step=2048) for sample, config in SHARED.items()}
-
-
 @lru_cache(maxsize=1 << 16)
 def plan(rows: int, columns: int, sms: int) -> Plan:
     """Of shapes alone: `columns` is what a row could hold, which may be far more than it does."""
     sample = next((s for s in SAMPLES if 32 * s >= columns), SAMPLES[-1])
-    whole = (FEW if rows <= sms else WHOLE)[sample]
-    return plan_for(SHARED[sample], whole, rows, columns, sms)
+    return plan_for(SHARED[sample], WHOLE[sample], rows, columns, sms)
 
 
 def plan_for(shared: Config, whole: Config, rows: int, columns: int, sms: int) -> Plan:
