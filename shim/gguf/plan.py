@@ -30,6 +30,9 @@ FUSED = {
 }
 # Their rows are cut, each rank taking a run of columns; all other layers are cut between rows, or not at all
 CUT_ROWS = ("attn_output", "ffn_down", "ffn_down_shexp", "ffn_down_exps")
+# vLLM's GGUF kernels count the bytes of a layer's experts (gate with up) in int32, in CUDA and in the plugin's Triton
+# alike: `expert * stride` wraps, and weights are read from elsewhere
+MOST_EXPERT_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,12 @@ def mixed_experts(model: Model, config: dict[str, Any]) -> list[str]:
     return lines
 
 
-def cut_problem(model: Model, ranks: int, expert_ranks: int | None = None) -> str | None:
-    """One line if cutting into `ranks` pieces goes through a quantisation block, or does not come out even.
+def cut_problem(model: Model, ranks: int, expert_ranks: int | None = None, data_parallel: int = 1) -> str | None:
+    """One line if cutting into `ranks` pieces goes through a quantisation block, does not come out even, or leaves a
+    rank more experts than vLLM's kernels address.
 
     expert_ranks: pieces that each expert is cut into, if not `ranks` (1 under expert parallelism).
+    data_parallel: so many groups of `ranks` share the experts.
     """
     expert_ranks = ranks if expert_ranks is None else expert_ranks
     config = hf_config(model)
@@ -115,20 +120,37 @@ def cut_problem(model: Model, ranks: int, expert_ranks: int | None = None) -> st
                 f"tensor-parallel size {pieces} cuts {name}, {tensor.shape[-1]} wide, into pieces that are no multiple "
                 f"of {tensor.type.name}'s block of {block}; {_advice(model)}"
             )
+        if (size := _expert_bytes(model, name) / ranks / data_parallel) > MOST_EXPERT_BYTES:
+            return (
+                f"tensor-parallel size {ranks} leaves {size / 1e9:.1f} GB of experts of {name}'s layer to a rank; "
+                f"vLLM's GGUF kernels address 2.1 GB (int32), and would read wrong weights; {_advice(model)}"
+            )
     return None
 
 
 def sizes_that_work(model: Model) -> list[int]:
-    """Tensor-parallel sizes, among the divisors of the number of heads, that cut through no quantisation block."""
+    """Tensor-parallel sizes, among the divisors of the number of heads, that cut through no quantisation block and
+    leave a rank no more experts than vLLM's kernels address."""
     config = hf_config(model)
     heads = config["num_attention_heads"]
-    tensors = [model.tensors[name] for name in mapped(model, config)]
-    sizes = (n for n in range(1, heads + 1) if heads % n == 0)
+    names = mapped(model, config)
+    tensors = [model.tensors[name] for name in names]
+    most = max((_expert_bytes(model, name) for name in names), default=0)
+    sizes = (n for n in range(1, heads + 1) if heads % n == 0 and most <= n * MOST_EXPERT_BYTES)
     return [n for n in sizes if not any(_is_cut(t, n) for t in tensors)]
 
 
 def _advice(model: Model) -> str:
     return f"sizes that work: {', '.join(map(str, sizes_that_work(model)))}"
+
+
+def _expert_bytes(model: Model, name: str) -> int:
+    """Of what vLLM makes one tensor of all experts: of gate with up, or of down. 0 for others and plain types."""
+    kind = _kind(name)
+    if kind not in EXPERTS or model.tensors[name].type in PLAIN_TYPES:
+        return 0
+    pair = [name] if kind == "ffn_down_exps" else [name.replace(kind, half) for half in EXPERTS[:2]]
+    return sum(model.tensors[half].nbytes for half in pair if half in model.tensors)
 
 
 def _is_cut(tensor: Tensor, pieces: int) -> bool:

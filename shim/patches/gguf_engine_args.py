@@ -108,8 +108,8 @@ def keep_quantised(engine_args: Any, model: Any) -> None:
         )
         return
     ranks = engine_args.tensor_parallel_size
-    expert_ranks = 1 if engine_args.enable_expert_parallel else ranks * engine_args.data_parallel_size
-    problem = cut_problem(model, ranks, expert_ranks)
+    groups = engine_args.data_parallel_size
+    problem = cut_problem(model, ranks, 1 if engine_args.enable_expert_parallel else ranks * groups, groups)
     if problem:
         raise GGUFProblem(problem)
     engine_args.quantization = METHOD

@@ -5,8 +5,8 @@ Neighbouring tokens of a prompt choose nearly the same rows (`overlap.py`), so t
 on the device, without a sync, in three steps: `look` tells by a sample most of the groups whose union would save too
 little; `mark` has each token of the others set a bit for each position that it chose, in a plane of its own; `emit`
 goes over the planes of a group, side by side, and writes the positions in which any has a bit. An entry is position *
-256 + the tokens' bits. A group has no union, and its count is -1, where its tokens are of several requests or the union would
-save too little.
+256 + the tokens' bits. A group has no union, and its count is -1, where its tokens are of several requests or the union
+would save too little.
 
 Source of the idea: the unions of a tile of query tokens in sgl-project/sglang#32779.
 """
