@@ -27,7 +27,7 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
     memory: weights only, without KV cache and activations. `weights_bytes` is what one GPU would hold without
     speculative decoding, `nextn_bytes` what that adds. Per GPU: replicated tensors (norms, router, indexer, q_a,
     kv_a) in full, the others divided by the number of GPUs; what vLLM holds as bf16 (`AS_BF16`) counts as that.
-    tensor_parallel: sizes that cut through no quantisation block.
+    tensor_parallel: sizes that cut through no quantisation block and leave a rank no more experts than vLLM addresses.
     Raises GGUFProblem for metadata from which no config or no tokenizer can be made.
     """
     config = hf_config(model)

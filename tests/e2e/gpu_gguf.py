@@ -2,7 +2,7 @@
 
     python tests/e2e/gpu_gguf.py --oracle DIR [--jobs ours64,ours2048,native2048] [--dtype bfloat16] [--tokens 64]
     python tests/e2e/gpu_gguf.py --mtp
-    python tests/e2e/gpu_gguf.py --big [--gigabytes 10] [--tp 1]
+    python tests/e2e/gpu_gguf.py --big [--gigabytes 10] [--tp 2]
 
 Every engine runs in a child process, through the shim. DIR holds `*-00001-of-*.gguf`, tokens300.json, hf_deq_mix.npz
 (top-k 64) and hf_deqmix_dense.npz (top-k 2048), each with `logits` [300, vocab]. `ours`: the shim's backend and
@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--native", action="store_true", help="with --mtp or --big: the card's own backend")
     parser.add_argument("--big", action="store_true")
     parser.add_argument("--gigabytes", type=float, default=10)
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=2, help="1 is refused: more experts than vLLM's kernels address")
     arguments = parser.parse_args()
     if arguments.child:
         child(json.loads(arguments.child))
