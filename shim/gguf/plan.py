@@ -30,8 +30,8 @@ FUSED = {
 }
 # Their rows are cut, each rank taking a run of columns; all other layers are cut between rows, or not at all
 CUT_ROWS = ("attn_output", "ffn_down", "ffn_down_shexp", "ffn_down_exps")
-# vLLM's GGUF kernels count the bytes of a layer's experts (gate with up) in int32, in CUDA and in the plugin's Triton
-# alike: `expert * stride` wraps, and weights are read from elsewhere
+# vLLM's GGUF kernels count the bytes of a layer's experts (gate with up) in int32: the plugin's Triton ones all, CUDA's
+# for many tokens. `expert * stride` wraps, and weights are read from elsewhere. Not told apart by type: refused
 MOST_EXPERT_BYTES = 2**31 - 1
 
 

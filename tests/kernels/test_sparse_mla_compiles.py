@@ -50,12 +50,16 @@ def jobs() -> list[dict]:
     ]
     alike += [
         {"cap": 90, "fp8": fp8, "heads": heads, "q": "bf16", "out": OWN, "from": name}
-        for name, heads in (("SHARED_LARGE", 8), ("LARGE", 64))
+        for name, heads in (("SHARED_LARGE", 8), ("LARGE", 64), ("LARGE_FEW", 8))
         for fp8 in (False, True)
     ]
     merges = [{"cap": 120, "q": q, "alone": "merge", "splits": 2**n} for q in Q for n in range(1, 7)]
     merges += [{"cap": cap, "q": q, "alone": "merge", "splits": tune.MAX_SPLITS} for cap in (90, 89, 80) for q in Q]
-    unions = [{"cap": cap, "q": "bf16", "alone": name} for cap in (120, 90) for name in ("look", "mark", "emit")]
+    unions = [
+        {"cap": cap, "q": "bf16", "alone": name, "group": group}
+        for cap, group in ((120, 4), (90, 4), (90, 8))
+        for name in ("look", "mark", "emit")
+    ]
     return full + alike + other + merges + unions
 
 
@@ -77,13 +81,13 @@ def compile_one(job: dict) -> dict:
     elif "alone" in job:
         function = getattr(union, job["alone"])
         blocks = {"look": {}, "mark": {"BLOCK": union.COLUMNS}, "emit": {"BLOCK": union.WORDS}}
-        constants, warps = {"GROUP": 8} | blocks[job["alone"]], 8 if job["alone"] == "emit" else 4
+        constants, warps = {"GROUP": job["group"]} | blocks[job["alone"]], 8 if job["alone"] == "emit" else 4
         pointers = dict.fromkeys(("topk", "req_ids", "seq_lens", "bits", "entries", "counts"), "i32")
     else:
         cache = torch.uint8 if job["fp8"] else dtype
         config = tune.config_for(job.get("heads", 8), cache, large=job.get("from") == "LARGE")
-        if job.get("from") == "FEW":
-            config = tune.BY_HEADS_FEW[job["heads"]]
+        if "FEW" in job.get("from", "") and not job["fp8"]:
+            config = (tune.LARGE_FEW if job["from"] == "LARGE_FEW" else tune.BY_HEADS_FEW)[job["heads"]]
         if "config" in job:
             config = tune.Config(*job["config"])
         elif "SHARED" in job.get("from", ""):

@@ -10,8 +10,8 @@ so that 8 heads fill the larger product and its accumulators. Swapping the first
 tile in both orientations: Triton 3.6 then gives up cp.async for it and makes a second copy (seen in the TTGIR). QK at 8
 heads fills half of its MMA instead; the kernel is bound by the gather.
 
-Triton arranges the warps of products that feed each other alike, here all along the latent, and each warp repeats the
-whole of S. With APART each product of S stands in a branch of its own, where Triton arranges warps for it alone. The
+Triton arranges the warps of products that feed each other alike, here all along the latent, and warps repeat each
+other's S. With APART each product of S stands in a branch of its own, where Triton arranges warps for it alone. The
 branches are always taken; each has a condition of its own, or they would be merged. It takes registers: tune.py.
 
 The latent is taken in pieces, because an fp8 row has one scale per 128 values. e4m3 values enter the MMA as they are,

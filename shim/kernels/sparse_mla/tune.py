@@ -43,7 +43,7 @@ class Plan:
 # gather. `apart` and 4 warps are 6 % slower, a second buffer (7) 6 % faster at uniform positions, 16 % slower at 0.99
 NARROW = Config(block_k=32, block_n=8, tile=64, stages=4, warps=2, per_sm=2)
 # to FEW tokens: as 12.x 12.8, 18.7 and 58.6 at T 1, 8 and 64 (NARROW 13.5, 20.6, 60.4; not apart 12.8, 18.5, 54.9, but
-# it spills with Triton 3.9); H200 14.2, 19.8 and 57.4, not apart 13.8, 19.2 and 57.0
+# it spills with Triton 3.9); H200, not apart, 14.4, 19.8 and 57.1
 DEEP = Config(block_k=16, block_n=8, tile=64, stages=7, warps=2, per_sm=2, apart=True)
 FEW = 128
 # T 4096: as 12.x 4,489 (5,180 with 16 rows in two buffers, not apart)
@@ -53,7 +53,7 @@ WIDE = Config(block_k=32, block_n=32, tile=128, stages=4, warps=8, per_sm=1, apa
 # T 4096: as 12.x 11,300 (11,133 if apart, which spills with Triton 3.9; WIDE twice 11,589)
 WIDEST = Config(block_k=16, block_n=64, tile=128, stages=4, warps=8, per_sm=1)
 # T 1, 8, 64 and 4096: as 12.x 14.6, 21.0, 64.8 and 3,067 (17.3, 25.7, 72.0 and 3,435 with 16 rows and 2 warps, not
-# apart); H200 15.8, 24.6, 67.0 and 3,051
+# apart); H200 14.6, 21.4, 64.9 and 3,051
 NARROW_FP8 = Config(block_k=32, block_n=8, tile=64, stages=4, warps=4, per_sm=2, apart=True)
 # T 4096: as 12.x 6,292 with 16 heads, 24,364 with 64. 32 rows in one buffer, apart, take 3,731 and 14,105, but spill 8
 # bytes (Triton 3.6) or 56 (3.9), and 12.x is given nothing that spills
