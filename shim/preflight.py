@@ -73,8 +73,7 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
             plan(model)
             ranks = _size(argv, "--tensor-parallel-size", "-tp")
             parallel_experts = {"--enable-expert-parallel", "-ep"} & {word.replace("_", "-") for word in argv}
-            groups = _size(argv, "--data-parallel-size", "-dp")
-            return cut_problem(model, ranks, 1 if parallel_experts else ranks * groups, groups)
+            return cut_problem(model, ranks, _size(argv, "--data-parallel-size", "-dp"), bool(parallel_experts))
     except WrongArchitecture as problem:
         return None if others_serve_gguf() else str(problem)
     except GGUFProblem as problem:

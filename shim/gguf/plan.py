@@ -99,14 +99,13 @@ def mixed_experts(model: Model, config: dict[str, Any]) -> list[str]:
     return lines
 
 
-def cut_problem(model: Model, ranks: int, expert_ranks: int | None = None, data_parallel: int = 1) -> str | None:
+def cut_problem(model: Model, ranks: int, data_parallel: int = 1, expert_parallel: bool = False) -> str | None:
     """One line if cutting into `ranks` pieces goes through a quantisation block, does not come out even, or leaves a
     rank more experts than vLLM's kernels address.
 
-    expert_ranks: pieces that each expert is cut into, if not `ranks` (1 under expert parallelism).
-    data_parallel: so many groups of `ranks` share the experts.
+    data_parallel: so many groups of `ranks` share the experts: pieces of each, or under expert_parallel whole ones.
     """
-    expert_ranks = ranks if expert_ranks is None else expert_ranks
+    expert_ranks = 1 if expert_parallel else ranks * data_parallel
     config = hf_config(model)
     heads = config["num_attention_heads"]
     if heads % ranks:

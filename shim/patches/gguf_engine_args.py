@@ -107,9 +107,8 @@ def keep_quantised(engine_args: Any, model: Any) -> None:
             "glm5-shim: the weights are dequantised to 16 bits; `pip install vllm-gguf-plugin` keeps them as they are."
         )
         return
-    ranks = engine_args.tensor_parallel_size
-    groups = engine_args.data_parallel_size
-    problem = cut_problem(model, ranks, 1 if engine_args.enable_expert_parallel else ranks * groups, groups)
+    ranks, groups = engine_args.tensor_parallel_size, engine_args.data_parallel_size
+    problem = cut_problem(model, ranks, groups, engine_args.enable_expert_parallel)
     if problem:
         raise GGUFProblem(problem)
     engine_args.quantization = METHOD

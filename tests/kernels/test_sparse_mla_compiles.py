@@ -45,14 +45,15 @@ def jobs() -> list[dict]:
     ]
     alike += [{"cap": 120, "fp8": False, "heads": 8, "q": "bf16", "out": OWN, "left": 4}]
     alike += [  # few tokens
-        {"cap": 120, "fp8": False, "heads": heads, "q": q, "out": out, "from": "FEW"}
+        {"cap": 120, "fp8": False, "heads": heads, "q": q, "out": out, "from": "BY_HEADS_FEW"}
         for heads, (q, out) in itertools.product(tune.BY_HEADS_FEW, variants)
     ]
     alike += [
         {"cap": 90, "fp8": fp8, "heads": heads, "q": "bf16", "out": OWN, "from": name}
-        for name, heads in (("SHARED_LARGE", 8), ("LARGE", 64), ("LARGE_FEW", 8))
+        for name, heads in (("SHARED_LARGE", 8), ("LARGE", 64))
         for fp8 in (False, True)
     ]
+    alike += [{"cap": 90, "fp8": False, "heads": 8, "q": "bf16", "out": OWN, "from": "LARGE_FEW"}]
     merges = [{"cap": 120, "q": q, "alone": "merge", "splits": 2**n} for q in Q for n in range(1, 7)]
     merges += [{"cap": cap, "q": q, "alone": "merge", "splits": tune.MAX_SPLITS} for cap in (90, 89, 80) for q in Q]
     unions = [
@@ -86,8 +87,8 @@ def compile_one(job: dict) -> dict:
     else:
         cache = torch.uint8 if job["fp8"] else dtype
         config = tune.config_for(job.get("heads", 8), cache, large=job.get("from") == "LARGE")
-        if "FEW" in job.get("from", "") and not job["fp8"]:
-            config = (tune.LARGE_FEW if job["from"] == "LARGE_FEW" else tune.BY_HEADS_FEW)[job["heads"]]
+        if job.get("from", "").endswith("_FEW"):
+            config = getattr(tune, job["from"])[job["heads"]]
         if "config" in job:
             config = tune.Config(*job["config"])
         elif "SHARED" in job.get("from", ""):
@@ -161,6 +162,22 @@ def test_all_fit_12x(rows, capsys):
     assert large and all(row["shared"] <= 227 << 10 for row in large), large
     assert {row["cap"] for row in rows} == {120, 121, 90, 89, 80}
     assert all(row["mma"] for row in selectable(rows) if "alone" not in row)
+
+
+def test_apart_repeats_no_product(rows):
+    """As many mma.sync of 16 x 8 x 16 a warp as S and P . K need: Triton would give S the warps of the latent."""
+    from shim.kernels.sparse_mla import tune
+
+    configs = {row["config"]: row["mma"] for row in rows if row["cap"] == 120 and "heads" in row}
+    found = 0
+    for text, mma in configs.items():
+        config = eval(text, {"Config": tune.Config})
+        if config.apart:
+            s = max(1, config.block_n // 16) * config.block_k // 8 * 576 // 16
+            pk = 512 // 16 * config.block_n // 8 * config.block_k // 16
+            assert mma == (s + pk) / config.warps, text
+            found += 1
+    assert found >= 4
 
 
 def test_every_plan_was_compiled(rows):

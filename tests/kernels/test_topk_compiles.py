@@ -77,7 +77,7 @@ def test_every_plan_was_compiled(rows):
     from shim.kernels.topk import tune
 
     compiled = {(row["kernel"], row["config"]): row for row in rows if row["cap"] == 120 and "change" not in row}
-    for count, columns in itertools.product((1, 8, 64, 512, 8192), (1000, 8193, 65_536, 131_073, 1 << 20)):
+    for count, columns in itertools.product((1, 8, 64, 150, 512, 8192), (1000, 8193, 65_536, 131_073, 1 << 20)):
         plan = tune.plan(count, columns, 188)
         row = compiled["shared_rows" if plan.parts > 1 else "whole_rows", repr(plan.config)]
         assert resident_warps(row) >= plan.config.per_sm * plan.config.warps

@@ -43,7 +43,7 @@ class Plan:
 # gather. `apart` and 4 warps are 6 % slower, a second buffer (7) 6 % faster at uniform positions, 16 % slower at 0.99
 NARROW = Config(block_k=32, block_n=8, tile=64, stages=4, warps=2, per_sm=2)
 # to FEW tokens: as 12.x 12.8, 18.7 and 58.6 at T 1, 8 and 64 (NARROW 13.5, 20.6, 60.4; not apart 12.8, 18.5, 54.9, but
-# it spills with Triton 3.9); H200, not apart, 14.4, 19.8 and 57.1
+# it spills with Triton 3.9); H200, not apart, 12.7, 18.3 and 54.9
 DEEP = Config(block_k=16, block_n=8, tile=64, stages=7, warps=2, per_sm=2, apart=True)
 FEW = 128
 # T 4096: as 12.x 4,489 (5,180 with 16 rows in two buffers, not apart)

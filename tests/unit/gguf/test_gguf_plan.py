@@ -83,7 +83,7 @@ def test_tensor_parallel_sizes_of_glm_5(tmp_path):
     model = open_model(write_gguf(tmp_path, "wide", tiny_metadata(shape), tiny_tensors(shape)))
     assert sizes_that_work(model) == [1, 2, 4, 8]
     assert cut_problem(model, 8) is None
-    assert cut_problem(model, 16, 1) is None  # experts whole, and 512 / 16 is one block of Q8_0
+    assert cut_problem(model, 16, expert_parallel=True) is None  # experts whole, and 512 / 16 is one block of Q8_0
     line = cut_problem(model, 16)
     assert line is not None and "Q" in line and line.endswith("sizes that work: 1, 2, 4, 8")
     assert "does not divide the 64 attention heads" in (cut_problem(model, 3) or "")
