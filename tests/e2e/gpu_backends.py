@@ -95,6 +95,10 @@ def child(request: dict[str, Any]) -> None:
         llm.reset_prefix_cache()
         found["long/forced"] = table(ask(forced, 1, teacher=True)[0].prompt_logprobs, 1)[-STEPS:]
     np.savez(request["out"], **found)
+    if request["engine"]["tensor_parallel_size"] > 1:  # Python's end may abort beside NCCL's threads, whatever backend
+        llm.llm_engine.engine_core.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def run(model: Path, place: Path, name: str, jobs: list[str], env: dict[str, str], engine: dict[str, Any]) -> Any:

@@ -27,8 +27,8 @@ def jobs() -> list[dict]:
     ]
 
 
-TOO_LARGE = {"cap": 120, "kernel": "whole_rows", "sample": 2048, "starts": False, "change": {"tile": 4096, "stages": 9}}
-SPILLS = {"cap": 120, "kernel": "whole_rows", "sample": 2048, "starts": False, "change": {"registers": 40}}
+TOO_LARGE = {"cap": 120, "kernel": "whole_rows", "sample": 4096, "starts": False, "change": {"tile": 4096, "stages": 9}}
+SPILLS = {"cap": 120, "kernel": "whole_rows", "sample": 4096, "starts": False, "change": {"registers": 40}}
 
 
 def compile_one(job: dict) -> dict:

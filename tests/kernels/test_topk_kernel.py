@@ -4,6 +4,7 @@ What may differ is which of equal values are chosen, and the order: the chosen v
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,15 +18,18 @@ pytest.importorskip("triton")
 
 from shim.kernels.topk import launch, reference, tune  # noqa: E402
 
+if not GPU:  # the interpreter adds up what the threads counted one thread at a time
+    for plans in (tune.SHARED, tune.WHOLE):
+        plans.update({sample: replace(config, warps=2) for sample, config in plans.items()})
 DEVICE = "cuda" if GPU else "cpu"
-SAMPLE = 2048
+SAMPLE = 4096
 SHARED = tune.Plan(tune.SHARED[SAMPLE], 3, 0)  # three programs a row
 MISSED = tune.CAPACITY + SAMPLE + 500  # what the sample does not see is more than the buffer holds
 WHOLE = tune.Plan(tune.WHOLE[SAMPLE], 1, 2)  # two programs in all
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 PATTERNS = (
     "normal", "indexer", "equal", "ties", "ascending", "descending", "one_bin", "denormal", "infinite", "zeros",
-    "nan", "misses_high", "misses_low", "misses_low_equal",
+    "nan", "any_bits", "masked", "misses_high", "misses_low", "misses_low_equal",
 )  # fmt: skip
 
 
@@ -57,6 +61,10 @@ def values(pattern, length, seed=0):
         return torch.where(normal.abs() < 1, normal.sign() * 0.0, normal)
     if pattern == "nan":
         return torch.where(normal > 2, torch.nan * normal.sign(), torch.where(normal < -2, -torch.nan, normal))
+    if pattern == "masked":
+        return normal.where(normal > 0.5, -torch.inf)
+    if pattern == "any_bits":  # of all sizes, both signs, NaN and inf
+        return torch.randint(-(2**31), 2**31, (length,), generator=g).int().view(torch.float32)
     if pattern.startswith("misses") and length > tune.CAPACITY:
         rest = torch.full((length,), 1.0) if pattern.endswith("equal") else 1 + torch.rand(length, generator=g) * 1e-3
         rest[sampled(length)] += 9 if pattern == "misses_high" else -9

@@ -125,8 +125,9 @@ def candidates(base: tune.Config, shared: bool) -> list[tune.Config]:
     """Around a configuration, one or two changes each."""
     changes: list[dict[str, Any]] = [{}]
     changes += [{"tile": t, "stages": s} for t, s in itertools.product((2048, 4096), (1, 3, 4))]
-    changes += [{"registers": 80, "per_sm": 3}, {"registers": 255, "per_sm": 1}, {"warps": 16, "registers": 64},
-                {"warps": 16, "registers": 128, "per_sm": 1}, {"warps": 4, "registers": 255}]  # fmt: skip
+    changes += [{"warps": 8, "registers": 80, "per_sm": 3}, {"warps": 8, "registers": 255, "per_sm": 1},
+                {"warps": 16, "registers": 64}, {"warps": 16, "registers": 128, "per_sm": 1},
+                {"warps": 32, "registers": 64, "per_sm": 1}, {"write": 4096}]  # fmt: skip
     changes += [{"chunk": 1}, {"chunk": 8}, {"per_sm": 1}] if shared else [{"per_sm": 4, "registers": 64}]
     return list(dict.fromkeys(dataclasses.replace(base, **change) for change in changes))
 
@@ -144,7 +145,7 @@ def compile_first(job: tuple[tune.Config, bool]) -> None:
 
 def sweep() -> list[dict[str, Any]]:
     begin = time.monotonic()
-    shared, whole = tune.SHARED[4096], tune.WHOLE[2048]
+    shared, whole = tune.SHARED[4096], tune.WHOLE[4096]
     jobs = [(c, True) for c in candidates(shared, True)] + [(c, False) for c in candidates(whole, False)]
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_first, jobs))

@@ -3,7 +3,7 @@
 
     sample    a few thousand logits of the row give a threshold that about 2k logits of the whole row exceed
     collect   one pass over the row writes those that exceed it to a small buffer
-    select    the k-th largest of the buffer, in registers: count what is not below some keys, narrow the interval
+    select    the k-th largest of the buffer, in registers: count the keys in each eighth of an interval, keep one eighth
 
 A short row is its own buffer. Where the threshold was bad (under k above it, or more than the buffer holds), the row is
 narrowed by histograms of 8 bits a pass until what is left fits, and collected again. No answer depends on luck.
@@ -63,47 +63,61 @@ def _places(flags, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _value(key):
-    return _flip(key).to(tl.float32, bitcast=True)
+def _add(a, b, c, d, more_a, more_b, more_c, more_d):
+    return a + more_a, b + more_b, c + more_c, d + more_d
 
 
 @triton.jit
-def _part_way(low, high, part, by_value, otherwise):
-    """The key in [low, high) whose value is a part of the way from one to the other, if there is one."""
-    at = _flip((_value(low) + (_value(high) - _value(low)) * part).to(tl.int32, bitcast=True))
-    return tl.where(by_value & (at >= low) & (at < high), at, otherwise)
+def _eighths(keys, high, shift, WIDTH: tl.constexpr):
+    """How many keys are in each of 8 ranges of 1 << shift keys, from `high` down, in one pass: 16 bits for each, as
+    (0 and 2, 1 and 3, 4 and 6, 5 and 7), the lower one in the lower half. The last counts what is in no other too."""
+    shift = shift.to(tl.uint32)
+    down = tl.minimum((high - keys).to(tl.uint32, bitcast=True), tl.full([], 7, tl.uint32) << shift) >> shift
+    tl.static_assert(keys.shape[0] < 256 * WIDTH)  # a thread counts in 8 bits
+    one = tl.full(keys.shape, 1, tl.int32) << ((down & 3) * 8).to(tl.int32)
+    last = tl.sum(tl.reshape(tl.where(down > 3, one, 0), [keys.shape[0] // WIDTH, WIDTH]), 0)
+    first = tl.sum(tl.reshape(one, [keys.shape[0] // WIDTH, WIDTH]), 0) - last
+    EVEN: tl.constexpr = 0x00FF00FF
+    return tl.reduce((first & EVEN, (first >> 8) & EVEN, last & EVEN, (last >> 8) & EVEN), 0, _add)
 
 
 @triton.jit
-def _threshold(keys, total, least, most):
-    """A key t with least <= count(keys >= t) <= most; where ties leave none, the largest with count >= least. `total`
-    keys are real, more than `most`.
+def _threshold(keys, total, least, most, WIDTH: tl.constexpr):
+    """(t, count(keys >= t)) with least <= count <= most; where ties leave no such key, t is the largest with count >=
+    least. `total` keys are real, `least` of them at least.
 
-    What is left, [low, high], is cut at two keys a step: by turns about where a straight line through its ends has the
-    count that is sought (some 7 steps for smooth values), and into thirds by number, so that 42 do for any.
+    The threshold is in [low, high]. A step cuts that into 8, as equal as powers of two allow: some 5 steps, 12 for any
+    keys. The first step looks at 3.5 octaves below the largest key, where the threshold of most rows is; without it two
+    more would go by for the many octaves of tiny floats.
+
+    Keys outside [low, high] are in the same eighth as `low` or further down, from above too: the numbers are a circle.
+    What they add there is undone by `reached`, which no count of what is above `low` exceeds.
     """
-    low = tl.min(tl.where(keys == OUTSIDE, HIGHEST, keys), 0)
+    low = LOWEST + tl.zeros([], tl.int32)
     high = tl.max(keys, 0)
-    from_low = tl.zeros([], tl.int32) + total  # keys >= low
+    reached = tl.zeros([], tl.int32) + total  # keys >= low
     beyond = tl.zeros([], tl.int32)  # keys > high
-    by_value = low == low
-    while low < high:
-        third = ((high - low).to(tl.uint32, bitcast=True) // 3).to(tl.int32, bitcast=True)
-        part = (2 * from_low - least - most).to(tl.float32) / (2 * (from_low - beyond)).to(tl.float32)
-        first = _part_way(low, high, 0.8 * part, by_value, low + third) + 1
-        second = _part_way(low, high, 0.2 + 0.8 * part, by_value, low + 2 * third) + 1
-        both = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
-        of_first = both & 0xFFFF
-        of_second = both >> 16
-        reaches = of_first >= least
-        also = of_second >= least
-        low = tl.maximum(tl.where(reaches, first, low), tl.where(also, second, low))
-        high = tl.minimum(tl.where(reaches, high, first - 1), tl.where(also, high, second - 1))
-        from_low = tl.minimum(tl.where(reaches, of_first, from_low), tl.where(also, of_second, from_low))
-        beyond = tl.maximum(tl.where(reaches, beyond, of_first), tl.where(also, beyond, of_second))
-        high = tl.where(from_low <= most, low, high)
-        by_value = by_value == 0
-    return low
+    widest = tl.full([], 22, tl.int32)  # half an octave
+    while (low < high) & (reached > most):
+        size = (high - low).to(tl.uint32, bitcast=True).to(tl.float32)
+        exponent = (size.to(tl.int32, bitcast=True) >> 23) - 127
+        shift = tl.minimum(tl.maximum(exponent - 2, 0), widest)
+        widest = 29
+        even, odd, later_even, later_odd = _eighths(keys, high, shift, WIDTH)
+        count = beyond
+        short = tl.zeros([], tl.int32)  # eighths that do not reach `least`
+        for eighth in tl.static_range(7):
+            both = (later_odd if eighth % 2 else later_even) if eighth > 3 else (odd if eighth % 2 else even)
+            count += (both >> 16 if eighth % 4 > 1 else both) & 0xFFFF
+            fails = count < least
+            short += fails.to(tl.int32)
+            beyond = tl.where(fails, count, beyond)
+            reached = tl.where(fails, reached, tl.minimum(reached, count))
+        high -= short << shift
+        end = (tl.full([], 1, tl.int32) << shift) - 1
+        inside = (high - low).to(tl.uint32, bitcast=True) > end.to(tl.uint32, bitcast=True)
+        low = tl.where((short < 7) & inside, high - end, low)
+    return low, reached
 
 
 @triton.jit
@@ -113,7 +127,8 @@ def _sampled(row, length, k, WIDTH: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: t
     chunk = (at // CHUNK) * (length // CHUNK).to(tl.int64) // (SAMPLE // CHUNK)
     keys = _keys(row, chunk.to(tl.int32) * CHUNK + at % CHUNK, length)
     least = 7 * k * SAMPLE // (4 * length) + 6  # 6: for where k is a handful of the sample
-    return _threshold(keys, SAMPLE, least, least + least // 8)
+    limit, _ = _threshold(keys, SAMPLE, least, least + least // 8, WIDTH)
+    return limit
 
 
 @triton.jit
@@ -185,17 +200,9 @@ def _enough(
 
 
 @triton.jit
-def _select(
-    source, count, indices, ties, collected, out, k,
-    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Writes the k largest of source[:count], filled up with ties. What was collected has its column in `indices`."""
-    wanted = tl.minimum(k, count)
-    keys = _keys(source, _columns(tl.minimum(count, 0), CAPACITY, WIDTH), count)
-    limit = OUTSIDE + tl.zeros([], tl.int32)
-    if count > k:
-        limit = _threshold(keys, count, wanted, wanted)
-    room = wanted - tl.sum((keys > limit).to(tl.int32), 0)  # for those that equal the limit: the last places
+def _select_tied(source, count, limit, keys, indices, collected, out, wanted, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """Writes what exceeds the limit and as many of those that equal it as there is room for, at the end."""
+    room = wanted - tl.sum((keys > limit).to(tl.int32), 0)
     done = tl.zeros([], tl.int32)
     for left in range(0, count, STEP):
         index = _columns(left, STEP, WIDTH)
@@ -210,6 +217,29 @@ def _select(
         if collected:
             index = tl.load(indices + index, mask=chosen, other=0)
         tl.store(out + tl.where(greater, (place & 0xFFFF) - 1, wanted - tie), index, mask=chosen)
+
+
+@triton.jit
+def _select(
+    source, count, indices, ties, collected, out, k,
+    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """Writes the k largest of source[:count], filled up with ties. What was collected has its column in `indices`."""
+    wanted = tl.minimum(k, count)
+    keys = _keys(source, _columns(tl.minimum(count, 0), CAPACITY, WIDTH), count)
+    limit, reached = _threshold(keys, count, wanted, wanted, WIDTH)
+    if reached == wanted:
+        done = tl.zeros([], tl.int32)
+        for left in range(0, count, WRITE):
+            index = _columns(left, WRITE, WIDTH)
+            chosen = (keys if WRITE == CAPACITY else _keys(source, index, count)) >= limit
+            place, found = _places(chosen.to(tl.int32), WIDTH)
+            if collected:
+                index = tl.load(indices + index, mask=chosen, other=0)
+            tl.store(out + done + place - 1, index, mask=chosen)
+            done += found
+    else:
+        _select_tied(source, count, limit, keys, indices, collected, out, wanted, WIDTH, STEP)
     if count < k:
         slot = _columns(tl.minimum(count, 0), MOST, WIDTH)
         rest = (slot >= count) & (slot < k)
@@ -237,12 +267,13 @@ def whole_rows(
     logits, lengths, starts, out, values, indices, ties, rows, columns, k, next_n, logits_m, out_m,
     STARTS: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
+    WRITE: tl.constexpr,
 ):  # fmt: skip
     """One program does every n-th row. values, indices: int32 [programs, CAPACITY]; ties: int32 [programs, MOST]."""
     row = tl.program_id(0)
-    values += row.to(tl.int64) * CAPACITY
-    indices += row.to(tl.int64) * CAPACITY
-    ties += row.to(tl.int64) * MOST
+    values += row * CAPACITY  # under 2^31: programs, not rows
+    indices += row * CAPACITY
+    ties += row * MOST
     while row < rows:
         source, length = _window(logits, lengths, starts, row, columns, next_n, logits_m, STARTS)
         chosen = out + row.to(tl.int64) * out_m
@@ -260,7 +291,7 @@ def whole_rows(
                     source, length, total, values, indices, ties, k, TILE, WIDTH, CAPACITY, STEP, BITS
                 )  # fmt: skip
                 source = values
-            _select(source, length, indices, ties, collected, chosen, k, WIDTH, CAPACITY, MOST, STEP)
+            _select(source, length, indices, ties, collected, chosen, k, WIDTH, CAPACITY, MOST, STEP, WRITE)
         row += tl.num_programs(0)
 
 
@@ -269,6 +300,7 @@ def shared_rows(
     logits, lengths, starts, out, values, indices, ties, counts, arrived, columns, k, next_n, logits_m, out_m, parts,
     STARTS: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
+    WRITE: tl.constexpr,
 ):  # fmt: skip
     """`parts` programs collect from one row; the last to arrive selects. Each finds the same threshold for itself.
 
@@ -305,4 +337,4 @@ def shared_rows(
                 length = _enough(source, length, total, values, indices, ties, k, TILE, WIDTH, CAPACITY, STEP, BITS)
                 source = values
     if selects:
-        _select(source, length, indices, ties, collected, chosen, k, WIDTH, CAPACITY, MOST, STEP)
+        _select(source, length, indices, ties, collected, chosen, k, WIDTH, CAPACITY, MOST, STEP, WRITE)

@@ -138,7 +138,7 @@ def constants(config: tune.Config, starts: bool) -> dict[str, Any]:
     return {
         "STARTS": starts, "SAMPLE": config.sample, "CHUNK": config.chunk, "TILE": config.tile,
         "WIDTH": 32 * config.warps, "CAPACITY": tune.CAPACITY, "MOST": tune.MOST, "STEP": config.step,
-        "BITS": tune.BITS, "STAGES": config.stages,
+        "BITS": tune.BITS, "STAGES": config.stages, "WRITE": config.write,
     }  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 MOST = 2048  # the largest k
 CAPACITY = 8192  # what is selected from in registers, and the longest row that is not sampled; 4 k, for 2 k either way
 BITS = 8  # of a histogram; predicted: Triton counts bins by ballots, 2^BITS / 32 counters a thread
-# One of 32 columns, 4 neighbours at a time, so that k 2,048 is 64 of the sample. README.md has the odds
-SAMPLES = (2048, 4096, 8192)
+# One of 32 columns at least, 4 neighbours at a time, so that k 2,048 is 64 of the sample. README.md has the odds
+SAMPLES = (4096, 8192)
 CHUNK = 4  # predicted: one 16-byte load, of a sector of 32
 MAX_PARTS = 128
 
@@ -26,7 +26,8 @@ class Config:
     per_sm: int  # programs launched for one SM
     registers: int = 128  # a thread, at most: 2 programs of 8 warps on an SM
     chunk: int = CHUNK
-    step: int = 1024  # of the buffer, when the chosen are written, and of a histogram; more spill with 128 registers
+    step: int = 1024  # of the buffer, when ties are written, and of a histogram; more spill with 128 registers
+    write: int = 2048  # of the buffer, when the chosen are written; CAPACITY: from registers
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class Plan:
         return rows if self.parts > 1 else min(rows, self.programs)
 
 
-# H200, us of 1, 4, 16 and 64 x 131,072, and of 1 row that holds 8,192: 19.8, 20.5, 26.3, 51.1 and 11.9, with parts of
-# two tiles. Two programs an SM, of 128 registers: 20.1, 20.8, 30.8, 55.0 and 12.8; 16 warps in their place: 20.3, 21.6,
-# 27.4, 53.3 and 11.8. Without the pipeline half as much again
-SHARED = {sample: Config(sample, 4096, stages=3, warps=8, per_sm=1, registers=255, step=4096) for sample in SAMPLES}
+# H200, us of 1, 4, 16 and 64 x 131,072, and of 1 row that holds 8,192: 20.2, 20.5, 26.0, 52.2 and 11.8; 8 warps of 255
+# registers: 21.2, 21.7, 26.0, 53.3 and 11.3, but 3 to 4 us more where other kernels ran in between and the longer code is
+# no longer at hand. 32 warps: 26.4 for 4. Tiles of 8,192 take 2 us off 64 rows and spill on 12.x
+SHARED = {s: Config(s, 4096, stages=3, warps=16, per_sm=1, write=CAPACITY) for s in SAMPLES}
 TILES = 2  # at least, for each part of a row
-# H200: 4,096 x 65,536 in 1,151 us (1,199 with 4 stages); 3 or 4 programs an SM with 80 or 64 registers are as fast, but
-# spill on 12.x; tiles of 4,096 and 4 warps are slower
-WHOLE = {sample: Config(sample, tile=2048, stages=3, warps=8, per_sm=2) for sample in SAMPLES}
+# H200: 4,096 x 8,192 in 292 us, x 65,536 in 1,020; one program of 16 warps an SM: 430 and 1,330. A sample of 2,048 spills
+# on 12.x (Triton 3.6)
+WHOLE = {s: Config(s, tile=2048, stages=3, warps=8, per_sm=2) for s in SAMPLES}
 
 
 @lru_cache(maxsize=1 << 16)
