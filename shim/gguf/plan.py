@@ -140,7 +140,8 @@ def sizes_that_work(model: Model) -> list[int]:
 
 
 def _advice(model: Model) -> str:
-    return f"sizes that work: {', '.join(map(str, sizes_that_work(model)))}"
+    sizes = ", ".join(map(str, sizes_that_work(model)))
+    return f"sizes that work: {sizes or 'none, this file needs another quantisation'}"
 
 
 def _expert_bytes(model: Model, name: str) -> int:

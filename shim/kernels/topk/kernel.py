@@ -3,7 +3,7 @@
 
     sample    a few thousand logits of the row give a threshold that about 2k logits of the whole row exceed
     collect   one pass over the row writes those that exceed it to a small buffer
-    select    the k-th largest of the buffer, in registers: count the keys in each eighth of an interval, keep one eighth
+    select    the k-th largest of the buffer, in registers: count what is in each eighth of an interval, keep one
 
 A short row is its own buffer. Where the threshold was bad (under k above it, or more than the buffer holds), the row is
 narrowed by histograms of 8 bits a pass until what is left fits, and collected again. No answer depends on luck.

@@ -77,7 +77,7 @@ def test_the_draft_gets_what_its_block_leaves_out_from_the_model(tiny_model):
     assert held["model.layers.4.shared_head.head.qweight"].dtype == torch.uint8
 
 
-def test_tensor_parallel_sizes_of_glm_5(tmp_path):
+def test_tensor_parallel_sizes_of_glm_5(tmp_path, monkeypatch):
     """The expert width of the real one, few of everything else."""
     shape = Shape(layers=2, nextn=0, moe_ffn=2048, heads=64, experts=1, experts_used=1, kv_lora=256, vocab=512)
     model = open_model(write_gguf(tmp_path, "wide", tiny_metadata(shape), tiny_tensors(shape)))
@@ -89,6 +89,8 @@ def test_tensor_parallel_sizes_of_glm_5(tmp_path):
     assert "does not divide the 64 attention heads" in (cut_problem(model, 3) or "")
     argv = ["vllm", "serve", str(model.parts[0].path)]
     assert problem_with(str(model.parts[0].path), argv) is None
+    monkeypatch.setattr("shim.gguf.plan.MOST_EXPERT_BYTES", 1)
+    assert (cut_problem(model, 8) or "").endswith("sizes that work: none, this file needs another quantisation")
 
 
 def test_the_command_line_is_asked_for_its_size(tiny, monkeypatch):
