@@ -41,9 +41,9 @@ class Plan:
         return rows if self.parts > 1 else min(rows, self.programs)
 
 
-# H200, us of 1, 4, 16 and 64 x 131,072, and of 1 row that holds 8,192: 20.2, 20.5, 26.0, 52.2 and 11.8. 8 warps of 255
-# registers: 21.2, 21.7, 26.0, 53.3 and 11.3, but 3 us more than 16 (4 x 131,072) where other kernels ran in between: longer
-# code. 32 warps: 26.4 for 4. Tiles of 8,192 take 2 us off 64 rows and spill on 12.x
+# H200, us of 1, 4, 16 and 64 x 131,072, and of 1 row that holds 8,192: 20.2, 20.5, 26.0, 52.2 and 11.8.
+# 8 warps of 255 registers: 21.2, 21.7, 26.0, 53.3 and 11.3, and where other kernels ran in between 3 us more than 16
+# for 4 x 131,072: longer code. 32 warps: 26.4 for 4. Tiles of 8,192 take 2 us off 64 rows and spill on 12.x
 SHARED = {s: Config(s, 4096, stages=3, warps=16, per_sm=1, write=CAPACITY) for s in SAMPLES}
 TILES = 2  # at least, for each part of a row
 # H200: 4,096 x 65,536 in 1,129 us, of which counts in 64 bits would save 100 and spill on 12.x, like a sample of 2,048
