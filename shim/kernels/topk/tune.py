@@ -46,8 +46,8 @@ class Plan:
 # for 4 x 131,072: longer code. 32 warps: 26.4 for 4. Tiles of 8,192 take 2 us off 64 rows and spill on 12.x
 SHARED = {s: Config(s, 4096, stages=3, warps=16, per_sm=1, write=CAPACITY) for s in SAMPLES}
 TILES = 2  # at least, for each part of a row
-# H200: 4,096 x 65,536 in 1,129 us, of which counts in 64 bits would save 100 and spill on 12.x, like a sample of 2,048
-# (Triton 3.6). 16 warps, one program an SM: 1,330. 3 or 4 programs with 80 or 64 registers spill on 12.x
+# H200: 4,096 x 65,536 in 1,129 us; 1,020 with counts in 64 bits and a sample of 2,048, which spill on 12.x (Triton 3.6)
+# as 3 or 4 programs with 80 or 64 registers do. 16 warps, one program an SM: 1,330
 WHOLE = {s: Config(s, tile=2048, stages=3, warps=8, per_sm=2) for s in SAMPLES}
 
 
