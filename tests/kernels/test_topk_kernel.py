@@ -16,7 +16,10 @@ if not GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_topk_interpreted.py runs this file", allow_module_level=True)
 pytest.importorskip("triton")
 
-from shim.kernels.topk import launch, reference, tune  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from shim.kernels.topk import kernel, launch, reference, tune  # noqa: E402
 
 if not GPU:  # the interpreter adds up what the threads counted one thread at a time
     for plans in (tune.SHARED, tune.WHOLE):
@@ -126,6 +129,31 @@ def test_the_samples_that_miss_do():
         ranked = row[sampled(MISSED)].sort(descending=True).values
         above = [int((row > ranked[r]).sum()) for r in (least - 1, least + least // 8)]
         assert max(above) < k or min(above) > tune.CAPACITY, (pattern, above)
+
+
+@triton.jit
+def threshold(keys, total, least, most, out, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    limit, reached = kernel._threshold(tl.load(keys + tl.arange(0, SIZE)), total, least, most, WIDTH)
+    tl.store(out, limit)
+    tl.store(out + 1, reached)
+
+
+@pytest.mark.parametrize("pattern", ["indexer", "ties", "nan", "any_bits", "masked"])
+def test_thresholds(pattern):
+    """By itself: `_enough` and `_select_tied` make any answer right that a wrong threshold leaves behind."""
+    row = torch.cat([values(pattern, 3000), torch.tensor([torch.nan, -torch.inf, 0.0])])
+    bits = row.view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    keys = torch.where(keys < kernel.LOWEST.value, kernel.HIGHEST.value, keys)
+    padded = torch.full((4096,), kernel.OUTSIDE.value, dtype=torch.int32)
+    padded[: len(keys)] = keys
+    for least, most in ((2048, 2048), (600, 675), (len(keys) - 1, len(keys) - 1)):
+        out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+        warps = WHOLE.config.warps
+        threshold[(1,)](padded.to(DEVICE), len(keys), least, most, out, 4096, 32 * warps, num_warps=warps)
+        limit, reached = out.tolist()
+        assert reached == int((keys >= limit).sum()) >= least
+        assert reached <= most or limit == keys.sort(descending=True).values[least - 1], (least, most, reached)
 
 
 def test_windows():

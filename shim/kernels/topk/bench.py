@@ -122,7 +122,7 @@ def compare(rows: int, columns: int, kind: str) -> dict[str, Any]:
 
 
 def candidates(base: tune.Config, shared: bool) -> list[tune.Config]:
-    """Around a configuration, one or two changes each."""
+    """Around a configuration, a few changes each."""
     changes: list[dict[str, Any]] = [{}]
     changes += [{"tile": t, "stages": s} for t, s in itertools.product((2048, 4096), (1, 3, 4))]
     changes += [{"warps": 8, "registers": 80, "per_sm": 3}, {"warps": 8, "registers": 255, "per_sm": 1},

@@ -11,7 +11,8 @@ from functools import lru_cache
 MOST = 2048  # the largest k
 CAPACITY = 8192  # what is selected from in registers, and the longest row that is not sampled; 4 k, for 2 k either way
 BITS = 8  # of a histogram; predicted: Triton counts bins by ballots, 2^BITS / 32 counters a thread
-# One of 32 columns at least, 4 neighbours at a time, so that k 2,048 is 64 of the sample. README.md has the odds
+# Of 4 neighbours at a time, and one of 32 columns up to 262,144, so that k 2,048 is 64 of the sample; one of 128 at
+# 1,048,576. README.md has the odds
 SAMPLES = (4096, 8192)
 CHUNK = 4  # predicted: one 16-byte load, of a sector of 32
 MAX_PARTS = 128
