@@ -95,6 +95,8 @@ def check_child() -> Finding:
     if bad:
         return Finding("problem", "; ".join(f"{r['name']}: {r['detail']}" for r in bad), "glm5-shim patches shows all")
     if all(r["state"] == State.WAITING.value for r in rows):
+        if wrap.installed() is None:
+            return Finding("skipped", f"no vLLM in {sys.prefix}")
         return Finding("problem", "the shim did not come up in a child process", "run without python -I, -E, -S")
     off = [r["name"] for r in rows if r["required"] and r["state"] == State.OFF.value]
     if off:
@@ -107,15 +109,18 @@ def check_child() -> Finding:
 
 def check_directories() -> Finding:
     """Can ledgers and the GGUF cache be written?"""
-    for name, path in (("GLM5_SHIM_STATE_DIR", env.state_dir()), ("GLM5_SHIM_CACHE_DIR", env.cache_dir())):
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                pass
-        except OSError as problem:
-            status = "warning" if name == "GLM5_SHIM_STATE_DIR" else "problem"
-            return Finding(status, f"{path}: {problem.strerror}", f"set {name} to a directory that can be written")
-    return Finding("ok", f"{env.state_dir()} and {env.cache_dir()} can be written")
+    cache = _unwritable("GLM5_SHIM_CACHE_DIR", env.cache_dir(), "problem")
+    state = _unwritable("GLM5_SHIM_STATE_DIR", env.state_dir(), "warning")
+    return cache or state or Finding("ok", f"{env.state_dir()} and {env.cache_dir()} can be written")
+
+
+def _unwritable(name: str, path: Path, status: str) -> Finding | None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as problem:
+        return Finding(status, f"{path}: {problem.strerror}", f"set {name} to a directory that can be written")
 
 
 def check_gpu() -> Finding:
@@ -143,7 +148,10 @@ def check_gpu() -> Finding:
 
 def check_gguf() -> Finding:
     """Do GGUF weights stay quantised on a GPU?"""
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return Finding("skipped", f"no torch in {sys.prefix}")
 
     from shim.preflight import others_serve_gguf
 

@@ -164,6 +164,18 @@ def test_directories_that_cannot_be_written(monkeypatch, variable, status):
     assert (finding.status, finding.mend) == (status, f"set {variable} to a directory that can be written")
 
 
+def test_a_state_directory_does_not_hide_the_cache(monkeypatch):
+    monkeypatch.setenv("GLM5_SHIM_STATE_DIR", "/proc/nowhere")
+    monkeypatch.setenv("GLM5_SHIM_CACHE_DIR", "/proc/nothing")
+    finding = doctor.check_directories()
+    assert finding.status == "problem" and "/proc/nothing" in finding.why
+
+
+def test_a_python_without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert doctor.check_gguf().status == doctor.check_gpu().status == "skipped"
+
+
 def test_what_makes_starts_slow(monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     assert doctor.check_bytecode().status == "warning"
@@ -177,7 +189,10 @@ def test_patches_of_a_child_reach_the_report(monkeypatch):
     finding = doctor.check_child()
     assert (finding.status, finding.why) == ("problem", "one: signature changed")
     monkeypatch.setattr(doctor, "_patch_rows", lambda: [row | {"state": "waiting", "detail": ""}])
+    monkeypatch.setattr(doctor.wrap, "installed", lambda: "0.26.0")
     assert doctor.check_child().why == "the shim did not come up in a child process"
+    monkeypatch.setattr(doctor.wrap, "installed", lambda: None)
+    assert doctor.check_child().status == "skipped"
     monkeypatch.setattr(doctor, "_patch_rows", lambda: [row | {"state": "applied"}])
     assert doctor.check_child().status == "ok"
 
