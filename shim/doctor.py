@@ -36,9 +36,15 @@ def examine(names: Sequence[str]) -> dict[str, Any]:
         try:
             finding = CHECKS[name]()
         except Exception as problem:
-            finding = Finding("problem", f"the check itself failed: {type(problem).__name__}: {problem}")
+            finding = _failure(problem)
         rows.append({"name": name, **asdict(finding)})
     return {"ok": all(row["status"] != "problem" for row in rows), "checks": rows}
+
+
+def _failure(problem: Exception) -> Finding:
+    if isinstance(problem, ModuleNotFoundError) and problem.name == "torch":
+        return Finding("skipped", f"no torch in {sys.prefix}")
+    return Finding("problem", f"the check itself failed: {type(problem).__name__}: {problem}")
 
 
 def check_vllm() -> Finding:
@@ -125,10 +131,7 @@ def _unwritable(name: str, path: Path, status: str) -> Finding | None:
 
 def check_gpu() -> Finding:
     """Which GPU is there, and what does this version of the shim do on it?"""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return Finding("skipped", f"no torch in {sys.prefix}")
+    import torch
     if not torch.cuda.is_available():
         return Finding("skipped", "no NVIDIA GPU is visible: GLM-5 runs with reference kernels, for demo and tests")
     found = torch.cuda.get_device_capability()
@@ -148,10 +151,7 @@ def check_gpu() -> Finding:
 
 def check_gguf() -> Finding:
     """Do GGUF weights stay quantised on a GPU?"""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return Finding("skipped", f"no torch in {sys.prefix}")
+    import torch
 
     from shim.preflight import others_serve_gguf
 

@@ -173,7 +173,7 @@ def test_a_state_directory_does_not_hide_the_cache(monkeypatch):
 
 def test_a_python_without_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert doctor.check_gguf().status == doctor.check_gpu().status == "skipped"
+    assert [row["status"] for row in doctor.examine(["gguf", "gpu"])["checks"]] == ["skipped", "skipped"]
 
 
 def test_what_makes_starts_slow(monkeypatch):
