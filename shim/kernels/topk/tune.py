@@ -42,13 +42,13 @@ class Plan:
         return rows if self.parts > 1 else min(rows, self.programs)
 
 
-# H200, us of 1, 4, 16 and 64 x 131,072, and of 1 row that holds 8,192: 20.2, 20.5, 26.0, 52.2 and 11.8.
-# 8 warps of 255 registers: 21.2, 21.7, 26.0, 53.3 and 11.3, and where other kernels ran in between 3 us more than 16
-# for 4 x 131,072: longer code. 32 warps: 26.4 for 4. Tiles of 8,192 take 2 us off 64 rows and spill on 12.x
+# H200, us of 1, 4, 8 and 64 x 131,072, and of 1 x 1,048,576: 20.6, 21.5, 22.3, 52.9 and 22.9. Chosen in a form that
+# counted in 64 bits: 16 warps 20.5 for 4, 8 warps of 255 registers 21.7, and 3 more where other kernels ran in between
+# (longer code), 32 warps 26.4; tiles of 8,192 took 2 off 64 rows and spill on 12.x
 SHARED = {s: Config(s, 4096, stages=3, warps=16, per_sm=1, write=CAPACITY) for s in SAMPLES}
 TILES = 2  # at least, for each part of a row
 # H200: 4,096 x 65,536 in 1,129 us; 1,020 with counts in 64 bits and a sample of 2,048, which spill on 12.x (Triton 3.6)
-# as 3 or 4 programs with 80 or 64 registers do. 16 warps, one program an SM: 1,330
+# as 3 or 4 programs with 80 or 64 registers do; 16 warps, one program an SM, counts in 64 bits: 1,330
 WHOLE = {s: Config(s, tile=2048, stages=3, warps=8, per_sm=2) for s in SAMPLES}
 
 
