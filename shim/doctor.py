@@ -132,6 +132,7 @@ def _unwritable(name: str, path: Path, status: str) -> Finding | None:
 def check_gpu() -> Finding:
     """Which GPU is there, and what does this version of the shim do on it?"""
     import torch
+
     if not torch.cuda.is_available():
         return Finding("skipped", "no NVIDIA GPU is visible: GLM-5 runs with reference kernels, for demo and tests")
     found = torch.cuda.get_device_capability()
