@@ -45,32 +45,32 @@ _MERGE_ANY = ["lse", "heads", "splits", "out_t", "out_n", "lse_t", "lse_n"]
 
 
 @triton.jit
-def _e4m3_pairs(two, CVT: tl.constexpr):
-    """The even and the odd values, as fp16, of words of two e4m3 values. Exact; a NaN stays one only with CVT.
+def _e4m3_half(two, ODD: tl.constexpr, CVT: tl.constexpr):
+    """The even or the odd values, as fp16, of words of two e4m3 values. Exact; a NaN stays one only with CVT.
 
     CVT: by the conversion that GPUs of capability 8.9 and up have. Else by hand: exponent and mantissa move into place,
-    and a product makes up for the bias, also of subnormals.
+    and a product makes up for the bias, also of subnormals. Each half by itself: of an operation with two results
+    Triton 3.8 reads only the first from the tile of words and makes a tile in shared memory of the second.
     """
     if CVT:
-        even, odd = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             """{
-            .reg .b16 low, high;
-            .reg .b32 first, second;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 first, low;
-            cvt.rn.f16x2.e4m3x2 second, high;
-            prmt.b32 $0, first, second, 0x5410;
-            prmt.b32 $1, first, second, 0x7632;
+            .reg .b16 both, rest;
+            .reg .b32 bytes;
+            prmt.b32 bytes, $1, 0, """
+            + ("0x4431;" if ODD else "0x4420;")
+            + """
+            mov.b32 {both, rest}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, both;
             }""",
-            "=r,=r,r",
+            "=r,r",
             [two],
-            dtype=(tl.float16, tl.float16),
+            dtype=tl.float16,
             is_pure=True,
             pack=2,
         )
-        return even, odd
     else:
-        return _e4m3(two << 8), _e4m3(two)
+        return _e4m3(two if ODD else two << 8)
 
 
 @triton.jit
@@ -216,8 +216,7 @@ def attend(
             for i in tl.static_range(4):
                 d = i * 64 + tl.arange(0, 64)
                 two = tl.load(words[None, :] + d[:, None], mask=chosen[None, :], other=0)  # [64, BLOCK_K]
-                even, odd = _e4m3_pairs(two, CVT)
-                k += (even, odd)
+                k += (_e4m3_half(two, False, CVT), _e4m3_half(two, True, CVT))
                 scales += (tl.load(scale_of + i, mask=chosen, other=0),)
             ropes = (rows + 528).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         else:
