@@ -180,6 +180,18 @@ def test_apart_repeats_no_product(rows):
     assert found >= 4
 
 
+def test_a_row_is_in_shared_memory_once(rows):
+    """Both products read the tile that was copied; of an fp8 tile Triton 3.8 once made half a copy more, in fp16."""
+    from shim.kernels.sparse_mla import tune
+
+    seen = [row for row in rows if row["cap"] == 120 and "heads" in row]
+    assert {row["fp8"] for row in seen} == {False, True}
+    for row in seen:
+        config = eval(row["config"], {"Config": tune.Config})
+        tiles = config.block_k * (656 if row["fp8"] else 1152) * (2 if config.stages == 7 else 1)
+        assert row["shared"] < 1.15 * (tiles + config.block_n * 1152), row  # the rest: positions, scales, P
+
+
 def test_every_plan_was_compiled(rows):
     """`configuration` cannot return anything that is not in the table."""
     torch = pytest.importorskip("torch")
