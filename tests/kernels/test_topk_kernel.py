@@ -116,8 +116,10 @@ def test_lengths(k):
 def test_patterns(pattern):
     """Rows that are selected from as they are, sampled by one program, and by several."""
     rows = [values(pattern, 3000), values(pattern, MISSED if pattern.startswith("misses") else 9001)]
-    for k, plan in ((2048, WHOLE), (2048, SHARED), (64, SHARED)):
-        check(rows[k == 64 :], k, run(rows[k == 64 :], k, plan=plan))
+    for k, plan in ((2048, WHOLE), (2048, SHARED)):
+        check(rows, k, run(rows, k, plan=plan))
+    if GPU or pattern in ("normal", "ties") or pattern.startswith("misses"):
+        check(rows[1:], 64, run(rows[1:], 64, plan=SHARED))
 
 
 def test_the_samples_that_miss_do():
@@ -170,7 +172,7 @@ def test_a_window_ends_with_its_row():
     assert sorted(out[0]) == [-1, 0, 1] and out[1] == [-1, -1, -1]
 
 
-@pytest.mark.parametrize("next_n", range(1, 9))
+@pytest.mark.parametrize("next_n", range(1, 9) if GPU else (1, 2, 5, 8))
 def test_next_n(next_n):
     """One length for next_n rows, the last of which has it all; and a length for each."""
     g = torch.Generator().manual_seed(next_n)
