@@ -82,6 +82,8 @@ def find(command: str) -> str:
     found = shutil.which(command, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if found is None and os.path.exists(command):
         raise WrapProblem(f"{command} is not an executable file")
+    if found is None and len(command.split()) > 1:
+        raise WrapProblem(f"{command!r} is one word to the shell; give the command without quotes around it")
     if found is None:
         raise WrapProblem(f"{command!r} is neither in {beside} nor on PATH")
     return found
@@ -92,6 +94,10 @@ def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
     if os.path.basename(executable) in STARTERS:
         for place, argument in enumerate(arguments):  # the first that is a program: options and their values are none
             if started := shutil.which(argument):
+                words = {*arguments[:place]}
+                emptied = os.path.basename(executable) == "env" and words & {"-", "-i", "--ignore-environment"}
+                if emptied and not any(word.startswith("PYTHONPATH=") for word in words):
+                    return ["env -i takes PYTHONPATH away: the shim stays off"]
                 return warnings(started, arguments[place + 1 :])
         return []
     interpreter, options = _shebang(executable)

@@ -151,7 +151,11 @@ def part_paths(path: str | os.PathLike[str]) -> list[Path]:
     if os.path.isdir(given):
         return _set_in(given, "")
     if colon and not os.path.exists(given) and os.path.isdir(directory):
+        if not quant:
+            raise GGUFProblem(f"{os.fspath(path)} ends in a colon; expected {directory}:QUANT, or {directory}")
         return _set_in(Path(directory), quant)
+    if "://" in os.fspath(path):
+        raise GGUFProblem(f"{os.fspath(path)} is a URL; download its files first; {GIVE}")
     if os.path.exists(given) and not os.path.isfile(given):
         raise GGUFProblem(f"{given} is a FIFO, device or socket, expected a regular file; {GIVE}")
     name = PART_NAME.fullmatch(given.name)
@@ -165,7 +169,10 @@ def part_paths(path: str | os.PathLike[str]) -> list[Path]:
     if name is None:
         _check_suffix(given, PART_NAME)
         return [given]
-    return [given.with_name(n) for n in _part_names(name["stem"], int(name["count"]))]
+    names = _part_names(name["stem"], int(name["count"]))
+    if given.name not in names:
+        raise GGUFProblem(f"{given.name} is no part of its own set, whose parts are 1 to {int(name['count'])}; {GIVE}")
+    return [given.with_name(n) for n in names]
 
 
 def _download(repository: str) -> str:

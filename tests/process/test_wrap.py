@@ -111,6 +111,10 @@ def test_it_warns_of_another_interpreter_behind_a_link_a_space_or_a_starter(tmp_
     for starter in (["env", "X=1"], ["timeout", "-k", "5", "9"], ["nohup", "env", "-u", "X"]):
         assert warnings(starter[0], [*starter[1:], str(other), "-c", ""]) == [in_venv]
     assert warnings("env", ["-u", "X"]) == warnings("env", [sys.executable]) == []
+    emptied = ["env -i takes PYTHONPATH away: the shim stays off"]
+    assert warnings("env", ["-i", "X=1", sys.executable]) == emptied
+    assert warnings("nice", ["env", "-", sys.executable]) == emptied
+    assert warnings("env", ["-i", "PYTHONPATH=x", sys.executable]) == warnings("env", [sys.executable, "-i"]) == []
 
 
 def test_options_behind_a_value_are_seen(wrap):
@@ -124,6 +128,11 @@ def test_options_in_a_script_are_seen(wrap, tmp_path, line):
     script.write_text(line.format(python=sys.executable) + "\nprint(1)\n")
     script.chmod(0o755)
     assert "python -E ignores" in wrap(str(script)).stderr
+
+
+def test_a_command_in_quotes(wrap):
+    done = wrap("vllm serve x.gguf")
+    assert done.stderr.startswith("glm5-shim: 'vllm serve x.gguf' is one word to the shell; give the command without")
 
 
 def test_a_file_that_is_no_program(wrap):

@@ -144,6 +144,16 @@ def test_a_repositorys_name(name):
     assert "repository" not in problem("models/x.gguf")
 
 
+def test_a_url_a_colon_too_many_and_a_part_beyond_the_set(tmp_path):
+    url = "https://huggingface.co/unsloth/GLM-5-GGUF/x.gguf"
+    assert problem(url).startswith(f"{url} is a URL; download its files first; give a .gguf file")
+    assert problem(f"{tmp_path}:") == f"{tmp_path}: ends in a colon; expected {tmp_path}:QUANT, or {tmp_path}"
+    for number in (0, 3):
+        (tmp_path / f"m-0000{number}-of-00002.gguf").touch()
+        line = problem(tmp_path / f"m-0000{number}-of-00002.gguf")
+        assert line.startswith(f"m-0000{number}-of-00002.gguf is no part of its own set, whose parts are 1 to 2; give")
+
+
 def test_an_empty_file(tmp_path):
     (tmp_path / "empty.gguf").touch()
     assert problem(tmp_path / "empty.gguf") == "empty.gguf is empty, expected a GGUF; download it again"
