@@ -109,6 +109,8 @@ def patches(as_json: bool, ledgers: bool) -> None:
             found = doctor.processes()
         except NotADirectoryError:
             raise Stop("GLM5_SHIM_STATE_DIR is a file; expected a directory") from None
+        except OSError as problem:
+            raise Stop(f"{problem.filename} cannot be read: {problem.strerror}; set GLM5_SHIM_STATE_DIR") from None
         (_print_json if as_json else _print_processes)(found)
         return
     try:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -212,11 +213,11 @@ def patches() -> dict[str, Any]:
 
 def processes() -> dict[str, Any]:
     """What the ledgers say, oldest process first: `{"directory", "processes": [{"pid", "role", "running", "vllm",
-    "states": {state: [patch, ..]}, "used": [patch, ..]}]}`. `vllm`: None where it was not imported. NotADirectoryError
-    if the state directory is a file."""
+    "states": {state: [patch, ..]}, "used": [patch, ..]}]}`. `vllm`: None where it was not imported. OSError if the
+    state directory is a file or cannot be read."""
     rows = []
-    if env.state_dir().exists() and not env.state_dir().is_dir():
-        raise NotADirectoryError(str(env.state_dir()))
+    with suppress(FileNotFoundError):
+        os.listdir(env.state_dir())
     for one in ledger.read(env.state_dir()):
         states: dict[str, list[str]] = {}
         for patch in one["patches"]:

@@ -108,8 +108,12 @@ def read(state_dir: Path) -> list[dict[str, Any]]:
             one = json.loads(path.read_text())
             if not {"started", "pid", "role", "vllm", "patches"} <= set(one):
                 raise ValueError
+            if not all(isinstance(one[key], (int, float)) for key in ("started", "pid")):
+                raise ValueError
+            if not all(isinstance(patch["name"], str) for patch in one["patches"]):
+                raise ValueError
             found.append(one)
-        except (ValueError, TypeError, OSError):
+        except (ValueError, TypeError, KeyError, OSError):
             print(f"glm5-shim: {path} is not a ledger, or cannot be read: left out", file=sys.stderr)
     return sorted(found, key=lambda ledger: (ledger["started"], ledger["pid"]))
 

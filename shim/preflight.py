@@ -44,7 +44,11 @@ def gguf_argument(argv: list[str]) -> str | None:
         return None
     candidates += [after for word, after in itertools.pairwise(argv) if word == "--model"]
     candidates += [word.partition("=")[2] for word in argv if word.startswith("--model=")]
-    return next((c for c in candidates if (names_gguf(c) and Path(c).parent.is_dir()) or _names_repository(c)), None)
+    return next((c for c in candidates if (names_gguf(c) and _in_a_directory(c)) or _names_repository(c)), None)
+
+
+def _in_a_directory(path: str) -> bool:
+    return os.path.isdir(Path(path).parent)  # False, not PermissionError, behind one that may not be entered
 
 
 def _closed(word: str) -> bool:
@@ -116,10 +120,12 @@ def _size(argv: Sequence[str], *names: str) -> int:
 
 def names_gguf(name: str) -> bool:
     """Can `name`, as a user gives a model, mean a GGUF: a .gguf file, there or not, any file with GGUF's magic,
-    `directory:QUANT`, or a directory that holds GGUF files and no config.json? A Hugging Face repository never does."""
+    `directory:QUANT`, or a directory that holds GGUF files and no config.json, or shows nobody what it holds? A Hugging
+    Face repository never does."""
     directory, colon, _ = name.rpartition(":")
     if os.path.isdir(name):
-        return not os.path.exists(os.path.join(name, "config.json")) and any(Path(name).glob("*.gguf"))
+        closed = not os.access(name, os.R_OK | os.X_OK)
+        return not os.path.exists(os.path.join(name, "config.json")) and (closed or any(Path(name).glob("*.gguf")))
     if name.lower().endswith(".gguf") or (bool(colon) and os.path.isdir(directory)):
         return True
     if not os.path.isfile(name):

@@ -21,6 +21,8 @@ from shim.gguf.reader import HeaderReader, Metadata, TensorInfo
 
 MAGIC = b"GGUF"
 GIVE = "give a .gguf file, any part of a set, its directory, or directory:QUANT"
+VERSIONS = {2, 3}
+MOST_NAMED = 32  # missing parts
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's gguf-split
 
 # What gguf-py can dequantise and vllm-gguf-plugin has kernels for. Others (ik_llama's, ternary, MXFP4) are refused.
@@ -109,8 +111,9 @@ def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
     if missing:
         if not paths[0].parent.is_dir():
             raise GGUFProblem(f"{paths[0].parent} does not exist; expected the directory of the {len(paths)} parts")
+        named = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
         raise GGUFProblem(
-            f"{len(missing)} of {len(paths)} parts missing in {paths[0].parent}: {', '.join(missing)}; "
+            f"{len(missing)} of {len(paths)} parts missing in {paths[0].parent}: {named}; "
             "download them into that directory"
         )
     readers = [first, *(_read_header(p) for p in paths[1:])]
@@ -129,7 +132,7 @@ def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
             tensors[tensor.name] = tensor
         own = [t for t in tensors.values() if t.part == p]
         _check_length(p, reader.data.size, own)
-        _check_overlap(p, own)
+        _check_layout(p, own, max(reader.alignment, readers[0].alignment))
     return Model(parts, metadata[0], tensors)
 
 
@@ -148,6 +151,7 @@ def part_paths(path: str | os.PathLike[str]) -> list[Path]:
     """Every path of the set, in order, whether or not it exists. Looks at names only."""
     given = Path(path)
     directory, colon, quant = os.fspath(path).rpartition(":")
+    _check_access(given if os.path.isdir(given) or not colon else Path(directory))
     if os.path.isdir(given):
         return _set_in(given, "")
     if colon and not os.path.exists(given) and os.path.isdir(directory):
@@ -169,10 +173,18 @@ def part_paths(path: str | os.PathLike[str]) -> list[Path]:
     if name is None:
         _check_suffix(given, PART_NAME)
         return [given]
-    names = _part_names(name["stem"], int(name["count"]))
-    if given.name not in names:
-        raise GGUFProblem(f"{given.name} is no part of its own set, whose parts are 1 to {int(name['count'])}; {GIVE}")
-    return [given.with_name(n) for n in names]
+    number, count = int(name["number"]), int(name["count"])
+    if not 1 <= number <= count:
+        raise GGUFProblem(f"{given.name} is part {number} of {count}, and there is no such part; {GIVE}")
+    return [given.with_name(n) for n in _part_names(name["stem"], count)]
+
+
+def _check_access(path: Path) -> None:
+    """GGUFProblem if a directory may not be entered, or the last one not listed: all in it would seem to be absent."""
+    for place in (*reversed(path.parents), path):
+        needed = os.R_OK | os.X_OK if place == path else os.X_OK
+        if os.path.isdir(place) and not os.access(place, needed):
+            raise GGUFProblem(f"{place} cannot be read: Permission denied; give its reader the right to")
 
 
 def _download(repository: str) -> str:
@@ -195,7 +207,7 @@ def _set_in(directory: Path, quant: str) -> list[Path]:
     """The one set in a directory, or the one whose name contains `quant`; unsloth keeps each in a folder of its own."""
     sets: dict[Path, list[Path]] = {}
     for file in sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")]):
-        if not file.is_file():
+        if not os.path.isfile(file):  # or in a directory that may not be entered
             continue
         name = PART_NAME.fullmatch(file.name)
         stem = name["stem"] if name else file.stem
@@ -218,13 +230,18 @@ def _set_in(directory: Path, quant: str) -> list[Path]:
 def _read_header(path: Path) -> HeaderReader:
     try:
         with path.open("rb") as file:
-            start = file.read(4)
+            start, version = file.read(4), file.read(4)
     except OSError as error:
         raise GGUFProblem(f"{path.name} cannot be read: {error.strerror}; give its reader the right to") from None
     if not start:
         raise GGUFProblem(f"{path.name} is empty, expected a GGUF; download it again")
     if start != MAGIC:
         raise GGUFProblem(f"{path.name} is not a GGUF: it starts with {start!r}, expected {MAGIC!r}; download it again")
+    if {int.from_bytes(version, order) for order in ("little", "big")}.isdisjoint(VERSIONS) and len(version) == 4:
+        number = int.from_bytes(version, "little")
+        raise GGUFProblem(
+            f"{path.name} is a GGUF of version {number}, expected 2 or 3; download it again, or another file"
+        )
     size = path.stat().st_size
     try:
         reader = HeaderReader(path)
@@ -245,6 +262,8 @@ def _check_arch(path: Path, metadata: Metadata, arch: str) -> None:
     if found == "none" and "split.no" in metadata:  # only the first part has it
         number, count = metadata["split.no"] + 1, metadata.get("split.count", 0)
         raise GGUFProblem(f"{path.name} is part {number} of {count} under another name; give all their published names")
+    if found == "none":
+        raise WrongArchitecture(f"{path.name} does not say of which architecture it is, expected {arch}")
     if found != arch:
         raise WrongArchitecture(f"{path.name} is of architecture {found}, expected {arch}; this shim serves GLM-5 only")
 
@@ -299,10 +318,13 @@ def _check_length(path: Path, size: int, tensors: list[Tensor]) -> None:
         raise GGUFProblem(f"{path.name} is cut short: {size} bytes found, {expected} expected; download it again")
 
 
-def _check_overlap(path: Path, tensors: list[Tensor]) -> None:
-    """A converter writes tensors one after the other; offsets that repeat or go back in circles are damage."""
+def _check_layout(path: Path, tensors: list[Tensor], alignment: int) -> None:
+    """A converter writes tensors one after the other, each at the next multiple of the alignment, and llama.cpp reads
+    no others. Offsets that repeat or go back in circles are damage, and so is a gap: a smaller type than was meant."""
     for one, other in itertools.pairwise(sorted(tensors, key=lambda t: t.offset)):
-        if one.offset + one.nbytes > other.offset:
+        gap = other.offset - (one.offset + one.nbytes)
+        if not 0 <= gap < alignment:
+            said = "overlap" if gap < 0 else f"are {gap} bytes apart"
             raise GGUFProblem(
-                f"tensors {one.name} and {other.name} overlap in {path.name}: its header is corrupt; download it again"
+                f"tensors {one.name} and {other.name} {said} in {path.name}: its header is corrupt; download it again"
             )

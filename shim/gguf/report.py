@@ -22,7 +22,7 @@ AS_BF16 = (
 
 
 def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
-    """The JSON object of DESIGN.md, section 5.
+    """The JSON object of `glm5-shim gguf --json`.
 
     memory: weights only, without KV cache and activations. `weights_bytes` is what one GPU would hold without
     speculative decoding, `nextn_bytes` what that adds. Per GPU: replicated tensors (norms, router, indexer, q_a,

@@ -23,7 +23,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -317,15 +317,45 @@ def plot(document: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw(document: dict[str, Any], path: Path) -> None:
-    """The plot beside `path`, or one line that says how to get it."""
+def draw(document: dict[str, Any], path: Path) -> bool:
+    """The plot beside `path`; where that fails one line that says what to do."""
     picture = path.with_suffix(".png")
     try:
         plot(document, picture)
     except ImportError:
-        print(PLOT_HINT.format(path))
-    else:
-        print(f"wrote {picture}")
+        print(PLOT_HINT.format(path), file=sys.stderr)
+        return False
+    except OSError as problem:
+        print(f"cannot write {picture}: {problem.strerror}; give {path.name} in another directory", file=sys.stderr)
+        return False
+    print(f"wrote {picture}")
+    return True
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What was written there. ValueError, in one line, if it was not written by this module."""
+    expected = "expected what python -m shim.kernels.bench wrote"
+    try:
+        document = json.loads(path.read_text())
+    except OSError as problem:
+        raise ValueError(f"{path} cannot be read: {problem.strerror}; {expected}") from None
+    except ValueError:
+        raise ValueError(f"{path} is not JSON, or cut short; {expected}") from None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"{path} has schema {found}; {expected}, schema {SCHEMA}")
+    wanted = {field.name for field in fields(Record)}
+    try:
+        whole = all(wanted <= set(row) for row in document["records"]) and document["machine"].keys() >= {
+            "card",
+            "vllm",
+            "triton",
+        }
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} lacks its machine, or a value of a record; {expected}")
+    return document
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -336,17 +366,24 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--no-compile", action="store_true", help="predictions without occupancy, a minute less")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="draw this file again")
     args = parser.parse_args(None if arguments is None else list(arguments))
+    for path in (args.plot, args.out):
+        if path and path.suffix == ".png":
+            parser.error(f"{path} is where the plot goes; give a JSON file")
     if args.plot:
-        draw(json.loads(args.plot.read_text()), args.plot)
-        return 0
-    if why := refusal():
+        try:
+            document = read(args.plot)
+        except ValueError as problem:
+            print(problem, file=sys.stderr)
+            return 1
+        return 0 if draw(document, args.plot) else 1
+    if why := refusal() or model.unwritable(args.out):
         print(why, file=sys.stderr)
         return 1
     works = [work for work in model.cases(args.quick) if work.kernel in args.only]
     predicted, problems = model.predictions(works, not args.no_compile)
     problems += [why for why in [without_natives()] if why]
     measured, more = ceilings()
-    document: dict[str, Any] = {
+    document = {
         "schema": SCHEMA, "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine(),
         "ceilings": measured, "model_card": asdict(model.RTX_PRO_6000), "records": [], "problems": problems + more,
     }  # fmt: skip

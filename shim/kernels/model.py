@@ -251,6 +251,15 @@ def predictions(works: list[Work], compile: bool = True) -> tuple[list[dict[str,
     return rows, problems
 
 
+def unwritable(path: Path) -> str | None:
+    """Why nothing can be written there, found out before minutes of work. Leaves a new file empty."""
+    try:
+        path.open("a").close()
+    except OSError as problem:
+        return f"cannot write {path}: {problem.strerror}; give another path"
+    return None
+
+
 def table(works: list[Work], rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{'kernel':<16}{'heads':>5} {'type':<4} {'tokens':>6} {'keys':>7} {'inputs':<10}{'MB':>9} {'GFLOP':>8} "
@@ -281,6 +290,8 @@ def main() -> None:
         works = list(cases(args.quick))
     except ImportError as problem:
         sys.exit(f"the model asks the kernels' own tables, which need torch: {problem}")
+    if args.json and (why := unwritable(args.json)):
+        sys.exit(why)
     if not args.no_compile:
         print("compiling the kernels for sm_120: a minute or two the first time", file=sys.stderr, flush=True)
     rows, problems = predictions(works, not args.no_compile)

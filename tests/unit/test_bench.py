@@ -261,10 +261,51 @@ def test_without_matplotlib_one_line_says_how(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     written = tmp_path / "numbers.json"
     bench.write(document, written)
-    assert bench.main(["--plot", str(written)]) == 0
-    said = capsys.readouterr().out
+    assert bench.main(["--plot", str(written)]) == 1
+    said = capsys.readouterr().err
     assert len(said.splitlines()) == 1 and "glm5-shim[bench]" in said and str(written) in said
     assert not (tmp_path / "numbers.png").exists()
+
+
+def test_a_file_that_cannot_be_drawn(
+    document: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(document, [model.sparse_mla(64, 8, "bf16")])
+    lacking = document | {"records": [{k: v for k, v in document["records"][0].items() if k != "ours_us"}]}
+    wrong = {
+        "absent": None, "empty": "", "cut": json.dumps(document)[:99], "bytes": b"\xff\xfe\xfd", "list": "[]",
+        "schema": json.dumps(document | {"schema": 99}), "records": json.dumps(document | {"records": None}),
+        "machine": json.dumps(document | {"machine": {}}), "lacking": json.dumps(lacking),
+    }  # fmt: skip
+    for name, content in wrong.items():
+        path = tmp_path / f"{name}.json"
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert bench.main(["--plot", str(path)]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and str(path) in said and "expected what" in said, said
+    assert bench.main(["--plot", str(tmp_path)]) == 1 and "Is a directory" in capsys.readouterr().err
+    for option in ("--plot", "--out"):  # the plot would be written over it
+        with pytest.raises(SystemExit):
+            bench.main([option, str(tmp_path / "numbers.png")])
+    monkeypatch.setattr(bench, "plot", lambda document, path: (tmp_path / "no" / "x").touch())
+    bench.write(document, tmp_path / "numbers.json")
+    capsys.readouterr()
+    assert bench.main(["--plot", str(tmp_path / "numbers.json")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_an_unwritable_file_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "refusal", lambda: None)
+    monkeypatch.setattr(model, "predictions", lambda *_: pytest.fail("worked first"))
+    out = tmp_path / "absent" / "numbers.json"
+    assert bench.main(["--quick", "--out", str(out)]) == 1
+    assert capsys.readouterr().err == f"cannot write {out}: No such file or directory; give another path\n"
+    monkeypatch.setattr(sys, "argv", ["model", "--json", str(tmp_path)])
+    with pytest.raises(SystemExit, match="Is a directory"):
+        model.main()
 
 
 def test_the_plot_has_a_panel_for_each_kernel(document: dict, tmp_path: Path) -> None:
@@ -368,5 +409,5 @@ def test_a_whole_run_with_everything_missing(
     assert found["problems"][0].startswith("no native kernels to compare with") and "no ceiling" in found["problems"]
     assert found["records"][0]["ceiling_us"] is None and found["records"][0]["of_ceiling"] is None
     assert found["model_card"]["gb_s"] == 1792
-    assert "glm5-shim[bench]" in capsys.readouterr().out.splitlines()[-1]
+    assert "glm5-shim[bench]" in capsys.readouterr().err
     assert bench.main(["--quick", "--only", "topk", "--no-compile", "--out", str(out)]) == 1  # every case failed

@@ -266,11 +266,14 @@ def test_ledgers_of_processes_that_ran(monkeypatch, own_ledger):
     assert (one["pid"], one["vllm"], one["running"]) == (os.getpid(), "0.33.0", True)
     assert one["states"] == {"applied": ["closing_gate"], "failed": ["kv_cache_dtype"]}
     assert one["used"] == ["closing_gate"]
-    for name, text in (("1", "{"), ("2", "[]"), ("3", '{"pid": 3}')):
+    whole = {"pid": 4, "started": 1.0, "role": "main", "vllm": "0.33.0", "patches": []}
+    wrong = [{"pid": None}, {"started": "x"}, {"patches": None}, {"patches": [{}]}, {"patches": 0}]
+    damaged = [(str(n), json.dumps(whole | change)) for n, change in enumerate(wrong, 4)]
+    for name, text in (("1", "{"), ("2", "[]"), ("3", '{"pid": 3}'), *damaged):
         (env.state_dir() / f"{name}.json").write_text(text)
     done = CliRunner().invoke(main, ["patches", "--ledgers"])
     assert sorted(line.split()[1] for line in done.stderr.splitlines()) == [
-        str(env.state_dir() / f"{name}.json") for name in (1, 2, 3)
+        str(env.state_dir() / f"{name}.json") for name in range(1, 9)
     ]
     said = done.stdout
     assert f"{os.getpid()} running  " in said and "1 applied, 1 failed (kv_cache_dtype)" in said
@@ -306,6 +309,16 @@ def test_a_python_without_vllm_is_told_so(monkeypatch, command, missing):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else object())
     done = CliRunner().invoke(main, [command])
     assert done.exit_code == 1 and f"no {missing} in " in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_ledgers_in_a_directory_that_cannot_be_read(monkeypatch, tmp_path):
+    def refused(place):
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setenv("GLM5_SHIM_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor.os, "listdir", refused)
+    done = CliRunner().invoke(main, ["patches", "--ledgers"])
+    assert done.exit_code == 1 and done.stderr.startswith(f"glm5-shim: {tmp_path} cannot be read: Permission denied")
 
 
 def test_ledgers_in_a_file(monkeypatch, tmp_path):

@@ -11,8 +11,9 @@ tile in both orientations: Triton 3.6 then gives up cp.async for it and makes a 
 heads fills half of its MMA instead; the kernel is bound by the gather.
 
 Triton arranges the warps of products that feed each other alike, here all along the latent, and warps repeat each
-other's S. With APART each product of S stands in a branch of its own, where Triton arranges warps for it alone. The
-branches are always taken; each has a condition of its own, or they would be merged. It takes registers: tune.py.
+other's S. With APART each product of S (fp8: each pair) stands in a branch of its own, where Triton arranges warps for
+it alone. The branches are always taken; each has a condition of its own, or they would be merged. It takes registers:
+tune.py.
 
 The latent is taken in pieces, because an fp8 row has one scale per 128 values. e4m3 values enter the MMA as they are,
 exact in fp16: the scale multiplies the fp32 partial score, and goes into P for the output. The query meets them as
@@ -49,8 +50,10 @@ def _e4m3_half(two, ODD: tl.constexpr, CVT: tl.constexpr):
     """The even or the odd values, as fp16, of words of two e4m3 values. Exact; a NaN stays one only with CVT.
 
     CVT: by the conversion that GPUs of capability 8.9 and up have. Else by hand: exponent and mantissa move into place,
-    and a product makes up for the bias, also of subnormals. Each half by itself: of an operation with two results
-    Triton 3.8 reads only the first from the tile of words and makes a tile in shared memory of the second.
+    and a product makes up for the bias, also of subnormals.
+
+    One half a call. An operation that returned both would cost a second tile in shared memory with Triton 3.8: it
+    reads the first result from the tile of words that was copied, and writes the second one to a tile of its own.
     """
     if CVT:
         return tl.inline_asm_elementwise(

@@ -33,8 +33,8 @@ def _ones(word):
 
 @triton.jit
 def _alike(topk, first, last, columns, topk_t):
-    """Are at least a quarter of some positions of the last token among those of the first? Of 8 tokens that keep 0.85
-    of each other's, and whose union is twice one set, it is a third."""
+    """Are at least a quarter of some positions of the last token among those of the first? Where each of 8 tokens keeps
+    0.85 of the one before, a third are, and the union is twice one set: the most that is shared."""
     at = tl.arange(0, SAMPLE) * tl.maximum(columns // SAMPLE, 1)
     some = tl.load(topk + last.to(tl.int64) * topk_t + at, mask=at < columns, other=-1)
     found = tl.zeros([SAMPLE], tl.int32)

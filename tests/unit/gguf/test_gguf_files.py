@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shim.gguf import files
 from shim.gguf.files import GGUFProblem, WrongArchitecture, fingerprint, is_gguf, open_model
 from shim.gguf.tiny import write_gguf
-from shim.preflight import problem_with
+from shim.preflight import is_ours, names_gguf, problem_with
 
 
 def problem(path: Path | str) -> str:
@@ -151,7 +151,34 @@ def test_a_url_a_colon_too_many_and_a_part_beyond_the_set(tmp_path):
     for number in (0, 3):
         (tmp_path / f"m-0000{number}-of-00002.gguf").touch()
         line = problem(tmp_path / f"m-0000{number}-of-00002.gguf")
-        assert line.startswith(f"m-0000{number}-of-00002.gguf is no part of its own set, whose parts are 1 to 2; give")
+        assert line.startswith(f"m-0000{number}-of-00002.gguf is part {number} of 2, and there is no such part; give")
+
+
+def test_a_directory_that_may_not_be_entered(make, monkeypatch):
+    """By what `os.access` says: the tests may run as root, who may do anything."""
+    path = make(parts=3, at="closed/inner")
+    closed = path.parent.parent
+    monkeypatch.setattr(os, "access", lambda place, needed: Path(place) != closed)
+    for named in (path, path.parent, f"{path.parent}:small", closed, path.parent / "absent.gguf"):
+        assert problem(named) == f"{closed} cannot be read: Permission denied; give its reader the right to"
+        assert problem_with(str(named)) == problem(named)
+    assert names_gguf(str(closed)) and not is_ours(str(path))
+    monkeypatch.undo()
+    assert len(open_model(path.parent).parts) == 3
+
+
+def test_many_missing_parts_are_not_all_named(make):
+    path = make(parts=3)
+    first = path.rename(path.with_name("small-00001-of-00999.gguf"))
+    line = problem(first)
+    assert line.startswith("998 of 999 parts missing in ") and len(line) < 1500 and ", ...; download" in line
+
+
+def test_no_architecture(make):
+    path = make()
+    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))
+    line = problem(path)
+    assert line == "small.gguf does not say of which architecture it is, expected glm-dsa"
 
 
 def test_an_empty_file(tmp_path):
@@ -262,7 +289,7 @@ def test_malformed_header(make):
     data = bytearray(path.read_bytes())
     data[4:8] = struct.pack("<I", 99)
     path.write_bytes(data)
-    assert "header that cannot be read" in problem(path) and "99" in problem(path)
+    assert problem(path) == "small.gguf is a GGUF of version 99, expected 2 or 3; download it again, or another file"
 
 
 def test_big_endian(tmp_path):

@@ -137,6 +137,18 @@ def test_offsets_that_go_in_circles(make):
     assert "overlap in small.gguf" in damaged(make(), same_offset)
 
 
+def test_a_type_of_fewer_bits_leaves_a_gap(make):
+    name = b"blk.1.attn_norm.weight"
+
+    def half(data):
+        at = data.index(name) + len(name) + 4 + 8
+        assert data[at : at + 4] == struct.pack("<I", 0)  # F32
+        data[at : at + 4] = struct.pack("<I", 1)
+
+    line = damaged(make(), half)
+    assert "tensors blk.1.attn_norm.weight and " in line and " bytes apart in small.gguf: its header is corrupt" in line
+
+
 @pytest.mark.parametrize("size", [0, 2**62])
 def test_a_dimension_that_cannot_be(make, size):
     name = b"blk.0.attn_norm.weight"
