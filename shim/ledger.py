@@ -80,7 +80,8 @@ def flush() -> None:
     except OSError as problem:
         if not _told_unwritable:
             _told_unwritable = True
-            print(f"glm5-shim: cannot write {path} ({problem.strerror}); set GLM5_SHIM_STATE_DIR", file=sys.stderr)
+            why = "Not a directory" if os.path.isfile(path.parent) else problem.strerror
+            print(f"glm5-shim: cannot write {path} ({why}); set GLM5_SHIM_STATE_DIR", file=sys.stderr)
 
 
 def role() -> str:
