@@ -167,7 +167,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float
             pass
         if waited - told >= 5:
             told = waited
-            last = shorten(_tail(log, 1), 100, placeholder=" ...")
+            last = shorten(_last_message(log), 100, placeholder=" ...")
             _say(f"waiting for the server, {waited:.0f} s{last and ': ' + last}")
         time.sleep(0.5)
 
@@ -228,6 +228,11 @@ def _applied(one: dict[str, Any], name: str, *, used: bool) -> bool:
 
 def _tail(log: Path, lines: int) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _last_message(log: Path) -> str:
+    """vLLM's last one: other lines are fragments of somebody's warning."""
+    return next((line for line in reversed(log.read_text(errors="replace").splitlines()) if "INFO" in line), "")
 
 
 def _free_port() -> int:

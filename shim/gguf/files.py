@@ -263,7 +263,7 @@ def _check_arch(path: Path, metadata: Metadata, arch: str) -> None:
         number, count = metadata["split.no"] + 1, metadata.get("split.count", 0)
         raise GGUFProblem(f"{path.name} is part {number} of {count} under another name; give all their published names")
     if found == "none":
-        raise WrongArchitecture(f"{path.name} does not say of which architecture it is, expected {arch}")
+        raise WrongArchitecture(f"{path.name} does not say its architecture, expected {arch}; download it again")
     if found != arch:
         raise WrongArchitecture(f"{path.name} is of architecture {found}, expected {arch}; this shim serves GLM-5 only")
 

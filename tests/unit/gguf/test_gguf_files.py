@@ -178,7 +178,7 @@ def test_no_architecture(make):
     path = make()
     path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))
     line = problem(path)
-    assert line == "small.gguf does not say of which architecture it is, expected glm-dsa"
+    assert line == "small.gguf does not say its architecture, expected glm-dsa; download it again"
 
 
 def test_an_empty_file(tmp_path):
