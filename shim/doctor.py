@@ -217,7 +217,7 @@ def processes() -> dict[str, Any]:
     state directory is a file or cannot be read."""
     rows = []
     with suppress(FileNotFoundError):
-        os.listdir(env.state_dir())
+        os.listdir(env.state_dir())  # glob, which `ledger.read` uses, is silent about what it cannot list
     for one in ledger.read(env.state_dir()):
         states: dict[str, list[str]] = {}
         for patch in one["patches"]:

@@ -44,11 +44,9 @@ def gguf_argument(argv: list[str]) -> str | None:
         return None
     candidates += [after for word, after in itertools.pairwise(argv) if word == "--model"]
     candidates += [word.partition("=")[2] for word in argv if word.startswith("--model=")]
-    return next((c for c in candidates if (names_gguf(c) and _in_a_directory(c)) or _names_repository(c)), None)
-
-
-def _in_a_directory(path: str) -> bool:
-    return os.path.isdir(Path(path).parent)  # False, not PermissionError, behind one that may not be entered
+    # os.path.isdir: False, not PermissionError, behind a directory that may not be entered
+    found = (c for c in candidates if (names_gguf(c) and os.path.isdir(Path(c).parent)) or _names_repository(c))
+    return next(found, None)
 
 
 def _closed(word: str) -> bool:

@@ -346,12 +346,9 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has schema {found}; {expected}, schema {SCHEMA}")
     wanted = {field.name for field in fields(Record)}
     try:
-        whole = all(wanted <= set(row) for row in document["records"]) and document["machine"].keys() >= {
-            "card",
-            "vllm",
-            "triton",
-        }
-    except (KeyError, TypeError, AttributeError):
+        whole = {"card", "vllm", "triton"} <= set(document["machine"])
+        whole &= all(wanted <= set(row) for row in document["records"])
+    except (KeyError, TypeError):
         whole = False
     if not whole:
         raise ValueError(f"{path} lacks its machine, or a value of a record; {expected}")

@@ -346,7 +346,7 @@ def judge(kv: str, runs: Runs, wanted: list[str], starts: int) -> bool:
     print(f"\nkv {kv}: {'ms of a step, median':28s}" + "".join(f"{name:>10s}" for name in runs))
     ok = all(len(runs.get(name, [])) == starts and runs[name][0]["traces"] for name in wanted)
     ok &= not any(found["status"] for each in runs.values() for found in each)
-    for what in (*DECODES, "prefill"):
+    for what in TRACED:
         times = {name: [found["times"][what]["ms"] for found in each] for name, each in runs.items()}
         medians = {name: statistics.median(each) for name, each in times.items()}
         line = f"{what:36s}" + "".join(f"{ms:10.3f}" for ms in medians.values())
