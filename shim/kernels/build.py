@@ -94,8 +94,11 @@ def _attend(config: Any, fp8: bool, split: bool, capability: int) -> dict[str, A
 def _mqa(config: Any, heads: int, capability: int) -> dict[str, Any]:
     from shim.kernels.indexer import kernel
 
+    function = kernel.mqa_keep_keys if config.keep == "keys" else kernel.mqa_keep_queries
     constants = {"HEADS": heads, "COLUMNS": config.columns, "BLOCK_N": config.block_n, "GROUP": config.group}
-    return build(kernel.mqa, _INDEXER, constants | {"STAGES": config.stages}, capability, config.warps, {"q", "k"})
+    constants |= {"STAGES": config.stages}
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    return build(function, _INDEXER, constants, capability, config.warps, {"q", "k"})
 
 
 def _paged_mqa(config: Any, heads: int, capability: int) -> dict[str, Any]:

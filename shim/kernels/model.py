@@ -185,7 +185,7 @@ def launch_of(work: Work, card: Card = RTX_PRO_6000) -> Launch:
     assert work.heads is not None
     if work.kernel == "indexer_prefill":
         prefill = indexer.prefill(work.heads, capability)
-        programs = math.ceil(work.keys / prefill.block_n) * math.ceil(work.tokens / prefill.group)
+        programs, _ = indexer.prefill_grid(work.tokens, work.keys, work.heads, prefill, card.sms)
         return Launch("mqa", prefill, (work.heads,), programs, str(prefill), work.bytes, work.flops)
     paged = indexer.paged(capability)
     programs = min(work.tokens * math.ceil(work.keys / 64), card.sms * paged.per_sm)

@@ -42,8 +42,9 @@ def compile_one(job: dict) -> dict:
         constants |= {"COLUMNS": job["columns"], "SCAN": tune.SCAN}
     else:
         config = tune.Prefill(*job["config"]) if "config" in job else tune.prefill(heads, capability)
-        function = kernel.mqa
+        function = kernel.mqa_keep_keys if config.keep == "keys" else kernel.mqa_keep_queries
         constants |= {"COLUMNS": config.columns, "BLOCK_N": config.block_n, "GROUP": config.group}
+        constants = {name: value for name, value in constants.items() if name in function.arg_names}
     types = dict.fromkeys(("q", "k", "cache"), f"*{x}") | dict.fromkeys(("k_scale", "w", "out"), "*fp32")
     types |= dict.fromkeys(("ks", "ke", "lens", "table"), "*i32")
     constants["STAGES"] = config.stages

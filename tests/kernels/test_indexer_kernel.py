@@ -28,7 +28,7 @@ from indexer_cases import (  # noqa: E402
     prefill_truth,
 )  # fmt: skip
 
-from shim.kernels.indexer import kernel, launch, tune  # noqa: E402
+from shim.kernels.indexer import launch, tune  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
@@ -41,6 +41,14 @@ def either_mma(request, monkeypatch):
 
 
 # --- prefill
+
+
+def config_of(keep, heads):
+    """What 12.x launches, and 9.0."""
+    return tune.prefill(heads, (12, 0) if keep == "keys" else (9, 0))
+
+
+KEEP = pytest.mark.parametrize("keep", ["keys", "queries"])
 
 
 def run_prefill(arguments, compressed=None, **options):
@@ -74,37 +82,55 @@ if GPU:
 
 @pytest.mark.parametrize("heads, keys, windows, dtype", CASES)
 @pytest.mark.parametrize("compressed", [False, True])
-def test_prefill_equals_reference(heads, keys, windows, dtype, compressed):
+@KEEP
+def test_prefill_equals_reference(heads, keys, windows, dtype, compressed, keep):
     arguments = prefill(len(windows), heads, keys, windows, dtype, seed=keys)
     width = max(1, *(stop - start for start, stop in windows)) if compressed else None
-    check(run_prefill(arguments, width), *prefill_truth(*arguments, width))
+    check(run_prefill(arguments, width, config=config_of(keep, heads)), *prefill_truth(*arguments, width))
 
 
-def test_prefill_in_groups_of_queries():
-    config = tune.Prefill(block_n=32, columns=64, group=4, stages=3, warps=4)
+@pytest.mark.parametrize("config", [
+    tune.Prefill(block_n=32, columns=64, group=4, stages=3, warps=4),
+    tune.Prefill(block_n=16, columns=64, group=32, stages=3, warps=4, keep="queries"),
+])  # fmt: skip
+def test_prefill_in_groups(config):
+    """Of 4 queries, of 32 keys."""
     windows = [(0, 3), (10, 60), (0, 0), (60, 0), (37, 70), (69, 70), (0, 70), (31, 33), (32, 33)]
     arguments = prefill(9, 32, 70, windows)
     check(run_prefill(arguments, config=config), *prefill_truth(*arguments))
 
 
-def test_prefill_on_either_mma(either_mma):
+@given(st.integers(1, 10**4), st.integers(1, 2**21), st.sampled_from(tune.HEADS), st.sampled_from([1, 132, 188]))
+def test_a_grid_of_parts_of_keys(queries, keys, heads, sms):
+    config = tune.PREFILL_WGMMA
+    programs, group = tune.prefill_grid(queries, keys, heads, config, sms)
+    tiles = -(-queries * heads // config.columns)
+    assert group % config.block_n == 0 and group <= config.group
+    assert programs * group >= tiles * keys > (programs - tiles) * group  # all, none for nothing
+    assert group >= min(tune.LEAST_KEYS, keys) // 2 or programs <= 2 * tiles
+    assert programs >= sms or group <= tune.LEAST_KEYS
+
+
+@KEEP
+def test_prefill_on_either_mma(either_mma, keep):
     """Every e4m3 value, subnormals too."""
     arguments = prefill(2, 16, 256, [(0, 256), (7, 250)])
     codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8).to(DEVICE)
     for x in arguments[:2]:
         x.view(torch.uint8)[..., :127] = codes[torch.randint(len(codes), (*x.shape[:-1], 127), device=DEVICE)]
     arguments[1].view(torch.uint8)[:254, 0] = codes
-    check(run_prefill(arguments), *prefill_truth(*arguments))
+    check(run_prefill(arguments, config=config_of(keep, 16)), *prefill_truth(*arguments))
 
 
-def test_prefill_of_strided_arguments():
+@KEEP
+def test_prefill_of_strided_arguments(keep):
     """Also an answer that is too narrow for the windows: what does not fit is left out."""
     q, k, scale, weights, ks, ke = prefill(3, 32, 100, [(0, 100), (10, 90), (99, 100)])
     wide_q, wide_k = q.new_zeros(3, 40, 144), k.new_zeros(100, 160)
     wide_q[:, 4:36, 16:], wide_k[:, :128] = q, k
     arguments = [wide_q[:, 4:36, 16:], wide_k[:, :128], scale, weights.T.contiguous().T, ks, ke]
     want = prefill_truth(q, k, scale, weights, ks, ke, 70)
-    check(run_prefill(arguments, 70), *want)
+    check(run_prefill(arguments, 70, config=config_of(keep, 32)), *want)
 
 
 def test_the_check_can_fail():
@@ -119,17 +145,19 @@ def test_the_check_can_fail():
             check(bad, want, size)
 
 
-@settings(max_examples=60 if GPU else 6, deadline=None)
+@settings(max_examples=60 if GPU else 8, deadline=None)
 @given(
     windows=st.lists(st.tuples(st.integers(0, 320), st.integers(0, 320)), min_size=1, max_size=6),
     heads=st.sampled_from(tune.HEADS),
     compressed=st.sampled_from([None, 1, 320]),
+    keep=st.sampled_from(["keys", "queries"]),
     seed=st.integers(0, 99),
 )
-def test_any_windows(windows, heads, compressed, seed):
+def test_any_windows(windows, heads, compressed, keep, seed):
     windows = [(start, min(stop, 300)) for start, stop in windows]
     arguments = prefill(len(windows), heads, 300, windows, seed=seed)
-    check(run_prefill(arguments, compressed), *prefill_truth(*arguments, compressed))
+    got = run_prefill(arguments, compressed, config=config_of(keep, heads))
+    check(got, *prefill_truth(*arguments, compressed))
 
 
 # --- decode
@@ -293,12 +321,13 @@ def test_cache_of_more_than_2_31_bytes():
 
 
 @needs_gpu
-def test_answer_of_more_than_2_31_values():
+@KEEP
+def test_answer_of_more_than_2_31_values(keep):
     """2,100 rows of 1,048,576 columns; few keys are seen by the rows that are checked."""
     queries, keys = 2100, 2**20
     windows = [(keys - 700 + i % 100, keys - i % 50) for i in range(queries)]
     arguments = prefill(queries, 32, keys, windows)
-    out = launch.mqa_logits(*arguments, poisoned(queries, keys))
+    out = launch.mqa_logits(*arguments, poisoned(queries, keys), config=config_of(keep, 32))
     q, k, scale, weights, ks, ke = arguments
     some = torch.tensor([0, 1, 1000, 2046, 2047, 2048, 2049, 2099], device=DEVICE)
     want = prefill_truth(q[some], k[-700:], scale[-700:], weights[some], ks[some] - keys + 700, ke[some] - keys + 700)
@@ -331,7 +360,7 @@ def test_graph_replay_equals_eager(next_n):
 
 def variants():
     """Compiled in this process."""
-    return sum(len(cache[0]) for k in (kernel.mqa, kernel.paged_mqa) for cache in k.device_caches.values())
+    return sum(len(cache[0]) for k in launch.compiled.kernels for cache in k.device_caches.values())
 
 
 @needs_gpu

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import compile_gate
@@ -107,6 +108,8 @@ def compile_one(job: dict) -> dict:
         row["ptx"] = hashlib.sha256(code.replace(f".target sm_{job['cap']}a", ".target").encode()).hexdigest()
     if job["cap"] == 120:
         row["on_121"] = assembled(ptx, 121)
+    if job["cap"] == 90:
+        row["one_by_one"] = "wgmma.mma_async instructions are serialized" in ptxas_says(files["ptx"])
     return row | {"config": job["alone"] if "alone" in job else repr(config)}
 
 
@@ -120,6 +123,14 @@ def assembled(ptx: str, capability: int) -> dict:
     ptx = ptx.replace(".target sm_120a", f".target sm_{capability}a")
     cubin = backend.make_cubin(ptx, {}, backend.parse_options({"enable_fp_fusion": True}), capability)
     return compile_gate.resources(cubin, Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+
+
+def ptxas_says(ptx: Path) -> str:
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [str(ptxas), "-arch=sm_90a", "-v", str(ptx), "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def refuse(row: dict) -> list[str]:
@@ -178,6 +189,14 @@ def test_apart_repeats_no_product(rows):
             assert mma == (s + pk) / config.warps, text
             found += 1
     assert found >= 4
+
+
+def test_no_wgmma_waits_for_the_one_before(rows):
+    from shim.kernels.sparse_mla import tune
+
+    seen = {row["config"]: row["one_by_one"] for row in rows if row["cap"] == 90 and "alone" not in row}
+    assert repr(tune.HUGE) in seen and repr(tune.SHARED_LARGE[False][8]) in seen
+    assert not any(seen.values()), seen
 
 
 def test_a_row_is_in_shared_memory_once(rows):

@@ -140,15 +140,29 @@ def test_the_check_can_fail():
             check((out, lse), want)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_any_number_of_shares(kv, splits):
+    """5: some shares begin behind the row, where another token's positions lie."""
     inputs, indices = problem(3, 8, 80, kv, patterns=("full", "few", "none"))
     plan = tune.Plan(tune.config_for(8, inputs[1].dtype), splits)
     workspace = launch.Workspace(16, 8, inputs[1].dtype, DEVICE, sms=16)
     for buffer in (workspace.out, workspace.lse):
         buffer.fill_(torch.nan)
     check(run(inputs, indices, plan=plan, workspace=workspace), truth(inputs, indices))
+
+
+@pytest.mark.parametrize("heads, kv", [(64, "bf16"), (40, "fp16")])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_heads_as_rows_of_the_second_product(heads, kv, splits):
+    """What 9.0 launches for 64 heads; by the interpreter anywhere."""
+    if GPU and not launch.is_large(torch.device("cuda", 0)):
+        pytest.skip("needs the shared memory of 9.0")
+    inputs, indices = problem(3, heads, 80, kv, kv, ("full", "scattered", "none"))
+    assert not tune.HUGE.swap
+    workspace = launch.Workspace(16, heads, inputs[1].dtype, DEVICE, sms=16)
+    got = run(inputs, indices, plan=tune.Plan(tune.HUGE, splits), workspace=workspace)
+    check(got, truth(inputs, indices))
 
 
 def test_query_in_two_tensors_gives_the_same_bits():

@@ -18,7 +18,7 @@ PAGE: tl.constexpr = tl.constexpr(64)
 # No variant per value (1, a multiple of 16) or per alignment of these. Strides of q, k and the cache are counted in 16
 # bytes, which tells the compiler as much; the caller checks it.
 _MQA_ANY = [
-    "k_scale", "w", "ks", "ke", "out", "queries", "keys", "width", "compressed",
+    "k_scale", "w", "ks", "ke", "out", "queries", "keys", "width", "compressed", "group",
     "q_m", "q_h", "k_n", "w_m", "w_h", "out_m",
 ]  # fmt: skip
 _PAGED_ANY = [
@@ -42,20 +42,49 @@ def _operand(x):
 @triton.jit
 def _scores(k, q, w, HEADS: tl.constexpr):
     """sum_h w * relu(k . q) of k [N, 128], q [COLUMNS, 128] and w [COLUMNS]: fp32 [N, COLUMNS // HEADS]."""
-    s = tl.dot(k, tl.trans(_operand(q)))
-    s = tl.maximum(s, 0.0) * w[None, :]
+    s = tl.maximum(tl.dot(k, tl.trans(q)), 0.0) * w[None, :]
     return tl.sum(tl.reshape(s, [s.shape[0], s.shape[1] // HEADS, HEADS]), 2)
 
 
+@triton.jit
+def _scores_in_a_chain(k, q, w, HEADS: tl.constexpr):
+    """As `_scores`, where all warps stand along the keys: of 8 neighbouring columns a thread holds two, the same two in
+    every 8. Those it adds up one by one, all FMA; of a sum over the axis Triton 3.8 makes a tree with half as many."""
+    s = tl.maximum(tl.dot(k, tl.trans(q)), 0.0)
+    ROWS: tl.constexpr = s.shape[1] // HEADS
+    OWN: tl.constexpr = HEADS // 4
+    s = tl.permute(tl.reshape(s, [s.shape[0], ROWS, HEADS // 8, 4, 2]), 0, 1, 3, 2, 4)
+    w = tl.permute(tl.reshape(w, [ROWS, HEADS // 8, 4, 2]), 0, 2, 1, 3)
+    parts = _unstack(tl.reshape(s, [s.shape[0], ROWS, 4, OWN]), OWN)
+    weights = _unstack(tl.reshape(w, [ROWS, 4, OWN]), OWN)
+    total = parts[0] * weights[0][None, :, :]
+    for i in tl.static_range(1, OWN):
+        total += parts[i] * weights[i][None, :, :]
+    return tl.sum(total, 2)
+
+
+@triton.jit
+def _unstack(x, COUNT: tl.constexpr):
+    """The slices of x's last axis, COUNT of them, a power of two."""
+    if COUNT == 1:
+        return (tl.reshape(x, x.shape[:-1]),)
+    elif COUNT == 2:
+        return tl.split(x)
+    else:
+        even, odd = tl.split(tl.reshape(x, x.shape[:-1] + (COUNT // 2, 2)))  # noqa: RUF005 - Triton has no *
+        return _unstack(even, COUNT // 2) + _unstack(odd, COUNT // 2)
+
+
 @triton.jit(do_not_specialize=_MQA_ANY)
-def mqa(
+def mqa_keep_keys(
     q, k, k_scale, w, ks, ke, out,
     queries, keys, width, compressed,
     q_m, q_h, k_n,  # in 16 bytes
     w_m, w_h, out_m,  # in values
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program keeps BLOCK_N keys and streams those of GROUP queries that see any of them. `compressed`: 0 or 1."""
+    """One program keeps BLOCK_N keys and streams those of GROUP queries that see any of them. `compressed`: 0 or 1.
+    For mma.sync, whose warps stand along the keys only where columns are few."""
     ROWS: tl.constexpr = COLUMNS // HEADS
     UNIT: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth  # values in 16 bytes
     tiles = tl.cdiv(keys, BLOCK_N)
@@ -87,12 +116,58 @@ def mqa(
             weight = tl.load((w + wide * w_m) + (c * w_m + h * w_h), mask=c < left, other=0.0)
             r_start = tl.load(ks + row + r, mask=r < left, other=0)
             r_stop = tl.load(ke + row + r, mask=r < left, other=0)
-            logits = _scores(held, query, weight, HEADS) * scale[:, None]  # [BLOCK_N, ROWS]
+            logits = _scores_in_a_chain(held, _operand(query), weight, HEADS) * scale[:, None]  # [BLOCK_N, ROWS]
             shift = r_start * compressed
             r_stop = tl.minimum(tl.minimum(r_stop, shift + width), keys)
             inside = (n[:, None] >= r_start[None, :]) & (n[:, None] < r_stop[None, :])
             place = (out + wide * out_m) + (r.to(tl.int64) * out_m - shift)
             tl.store(place[None, :] + n[:, None], logits, mask=inside)
+
+
+@triton.jit(do_not_specialize=_MQA_ANY)
+def mqa_keep_queries(
+    q, k, k_scale, w, ks, ke, out,
+    queries, keys, width, compressed,
+    q_m, q_h, k_n,  # in 16 bytes
+    w_m, w_h, out_m,  # in values
+    group,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program keeps the queries of COLUMNS and streams those of `group` keys (whole BLOCK_N) that any of them sees.
+    `compressed`: 0 or 1. For wgmma, whose columns are many: the weights are loaded once."""
+    ROWS: tl.constexpr = COLUMNS // HEADS
+    UNIT: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth  # values in 16 bytes
+    tiles = tl.cdiv(queries, ROWS)
+    pid = tl.program_id(0)
+    row = pid % tiles * ROWS  # programs side by side share their keys in L2
+    first = pid // tiles * group
+    r = row + tl.arange(0, ROWS)
+    start = tl.load(ks + r, mask=r < queries, other=0)
+    stop = tl.load(ke + r, mask=r < queries, other=0)
+    shift = start * compressed
+    stop = tl.minimum(tl.minimum(stop, shift + width), keys)
+    sees = tl.maximum(start, first) < tl.minimum(stop, first + group)
+    begin = tl.min(tl.where(sees, tl.maximum(start, first), first + group), 0) // BLOCK_N * BLOCK_N
+    end = tl.max(tl.where(sees, tl.minimum(stop, first + group), first), 0)
+    if begin < end:
+        n = tl.arange(0, BLOCK_N)
+        d = tl.arange(0, DIM)
+        column = tl.arange(0, COLUMNS)  # of the MMA: query c, head h
+        c = column // HEADS
+        h = column % HEADS
+        wide = tl.cast(row, tl.int64)
+        line = (q + wide * q_m * UNIT) + (c * q_m + h * q_h) * UNIT
+        held = _operand(tl.load(line[:, None] + d[None, :], mask=(c < queries - row)[:, None], other=0.0))
+        weight = tl.load((w + wide * w_m) + (c * w_m + h * w_h), mask=c < queries - row, other=0.0)
+        place = (out + r.to(tl.int64) * out_m) - shift
+        lines = n * k_n * UNIT
+        for key in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            rows = (k + tl.cast(key, tl.int64) * k_n * UNIT) + lines
+            tile = tl.load(rows[:, None] + d[None, :], mask=(n < keys - key)[:, None], other=0.0)
+            scale = tl.load(k_scale + key + n, mask=n < keys - key, other=0.0)
+            logits = _scores_in_a_chain(_operand(tile), held, weight, HEADS) * scale[:, None]  # [BLOCK_N, ROWS]
+            inside = (key + n[:, None] >= start[None, :]) & (key + n[:, None] < stop[None, :])
+            tl.store((place + key)[None, :] + n[:, None], logits, mask=inside)
 
 
 @triton.jit
@@ -177,7 +252,7 @@ def paged_mqa(
             k = tl.load(block + rows, mask=(n < left)[:, None], other=0.0)
             scales = (block + PAGE * DIM).to(tl.pointer_type(tl.float32), bitcast=True)
             scale = tl.load(scales + n, mask=n < left, other=0.0)
-            logits = _scores(_operand(k), query, weight, HEADS) * scale[:, None]  # [PAGE, ROWS]
+            logits = _scores(_operand(k), _operand(query), weight, HEADS) * scale[:, None]  # [PAGE, ROWS]
             tl.store(place[None, :] + t * PAGE + n[:, None], logits, mask=n[:, None] < (visible - t * PAGE)[None, :])
         page = before + its_end
         before += its_pages

@@ -4,6 +4,7 @@ that depend on shapes alone, so that a captured graph serves any lengths."""
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from shim.kernels.sparse_mla import launch as _  # noqa: F401 - mends bf16 under
 
 FP8 = torch.float8_e4m3fn
 INTERPRETED = (12, 0)  # what a CPU under the interpreter counts as
-compiled = Compiled("indexer", kernel.mqa, kernel.paged_mqa)
+compiled = Compiled("indexer", kernel.mqa_keep_keys, kernel.mqa_keep_queries, kernel.paged_mqa)
 
 
 def mqa_logits(
@@ -42,14 +43,14 @@ def mqa_logits(
     Returns fp32 [M, columns] with a row stride of whole 16 bytes. Only what a row sees is written, the rest is left as
     it was. ValueError names an argument that does not fit.
     """
-    launch = _prefill(
+    function, launch = _prefill(
         form(q), form(k), form(k_scale), form(weights), form(ks), form(ke), None if out is None else form(out),
-        compressed_columns, config,
+        compressed_columns, config, sm_count(q.device),
     )  # fmt: skip
     if out is None:
         out = _answer(q.shape[0], k.shape[0] if compressed_columns is None else compressed_columns, q.device)
     if launch.programs:
-        kernel.mqa[(launch.programs,)](
+        function[(launch.programs,)](
             _operand(q), _operand(k), k_scale, weights, ks, ke, out, *launch.numbers, out.stride(0), **launch.options
         )
         compiled.tell(launch)
@@ -124,8 +125,9 @@ def _prefill(
     out: Form | None,
     compressed_columns: int | None,
     config: tune.Prefill | None,
-) -> Launch:
-    """Checks and plans `mqa_logits`."""
+    sms: int,
+) -> tuple[Any, Launch]:
+    """Checks and plans `mqa_logits`: the kernel, and its launch."""
     heads = _check_query("q", q, 3, (FP8, torch.bfloat16, torch.float16))
     queries = q.shape[0]
     if len(k.shape) != 2 or k.shape[1] != DIM or k.dtype != q.dtype or k.device != q.device:
@@ -139,18 +141,24 @@ def _prefill(
     width = keys if compressed_columns is None else compressed_columns
     _check_answer(out, queries, width, q.device)
     config = config or tune.prefill(heads, _capability(q.device))
+    programs, group = tune.prefill_grid(queries, keys, heads, config, sms)
     unit = 16 // q.dtype.itemsize
-    return Launch(
-        -(-keys // config.block_n) * -(-queries // config.group) if width else 0,
+    launch = Launch(
+        programs if width else 0,
         (
             queries, keys, width, int(compressed_columns is not None),
             q.strides[0] // unit, q.strides[1] // unit, k.strides[0] // unit, *weights.strides,
         ),
         {
-            "HEADS": heads, "BLOCK_N": config.block_n, "COLUMNS": config.columns, "GROUP": config.group,
-            "STAGES": config.stages, "num_warps": config.warps, "enable_fp_fusion": True,
+            "HEADS": heads, "BLOCK_N": config.block_n, "COLUMNS": config.columns, "STAGES": config.stages,
+            "num_warps": config.warps, "enable_fp_fusion": True,
         },
     )  # fmt: skip
+    if config.keep == "keys":
+        launch.options["GROUP"] = group
+        return kernel.mqa_keep_keys, launch
+    launch.options["group"] = group
+    return kernel.mqa_keep_queries, launch
 
 
 @lru_cache(maxsize=512)

@@ -8,6 +8,7 @@ with "predicted" await a measurement.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 HEADS = (16, 32, 64)
 SCAN = 128  # requests whose lengths a program of the paged kernel adds up at once
@@ -15,11 +16,12 @@ SCAN = 128  # requests whose lengths a program of the paged kernel adds up at on
 
 @dataclass(frozen=True)
 class Prefill:
-    block_n: int  # keys that a program keeps
+    block_n: int  # keys of one MMA product
     columns: int  # of one MMA product: queries * heads
-    group: int  # queries that a program goes through
-    stages: int  # buffers of queries, and one
+    group: int  # what a program streams past what it keeps: queries, or at most so many keys
+    stages: int  # buffers of what it streams, and one
     warps: int
+    keep: Literal["keys", "queries"] = "keys"
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,11 @@ class Paged:
 PREFILL_MMA = Prefill(block_n=256, columns=32, group=128, stages=3, warps=8)
 # predicted: 64 heads are one query; two programs of 4 warps (42 KB, 248 registers) share an SM
 PREFILL_MMA_64 = Prefill(block_n=256, columns=64, group=128, stages=2, warps=4)
-# H200: 4,096 x 65,536 in 2,915 us, 1.2 to 1.3 times DeepGEMM; 4 stages or 256 x 64 are within 1 %; 64 columns of
-# 128 keys 12 % slower
-PREFILL_WGMMA = Prefill(block_n=128, columns=128, group=128, stages=3, warps=4)
+# H200: 4,096 x 65,536 in 2,397 to 2,561 us causal, 2,670 to 2,735 full; 3 stages or 128 keys are within 3 %; what keeps
+# 128 keys by 128 columns takes 2,770 to 3,160, 64 or 256 columns 3,100 to 3,380
+PREFILL_WGMMA = Prefill(block_n=64, columns=128, group=8192, stages=4, warps=4, keep="queries")
+LEAST_KEYS = 128  # that a program goes through
+PREFILL_PER_SM = 16  # programs, where parts of at least so many keys make as many
 
 # predicted: bound by bytes; two pages in flight in each of 3 programs are 50 KB an SM, and 1.79 TB/s need about 10. All
 # programs must be resident at once: 3 of 64 columns are, by registers
@@ -51,6 +55,16 @@ def prefill(heads: int, capability: tuple[int, int]) -> Prefill:
     if capability[0] == 9:
         return PREFILL_WGMMA
     return PREFILL_MMA_64 if heads > PREFILL_MMA.columns else PREFILL_MMA
+
+
+def prefill_grid(queries: int, keys: int, heads: int, config: Prefill, sms: int) -> tuple[int, int]:
+    """Programs, and what each streams (`config.group`, or fewer keys where few queries would leave SMs idle)."""
+    if config.keep == "keys":
+        return -(-keys // config.block_n) * -(-queries // config.group), config.group
+    tiles = -(-queries // (config.columns // heads))
+    parts = max(-(-keys // config.group), min(-(-keys // LEAST_KEYS), -(-sms * PREFILL_PER_SM // max(1, tiles))), 1)
+    group = max(1, -(-keys // (parts * config.block_n))) * config.block_n
+    return tiles * -(-keys // group), group
 
 
 def paged(capability: tuple[int, int]) -> Paged:

@@ -6,9 +6,10 @@ A tile of cache rows is copied to shared memory once, as K^T [512, BLOCK_K], and
     S     [N, BLOCK_K]  = Q [N, 576] . K^T [576, BLOCK_K]
     acc^T [512, N]     += K^T [512, BLOCK_K] . P^T [BLOCK_K, N]     "swap-AB": heads on the MMA's 8-column side
 
-so that 8 heads fill the larger product and its accumulators. Swapping the first too (S^T = K . Q^T) would read the
-tile in both orientations: Triton 3.6 then gives up cp.async for it and makes a second copy (seen in the TTGIR). QK at 8
-heads fills half of its MMA instead; the kernel is bound by the gather.
+so that 8 heads fill the larger product and its accumulators. With SWAP off it is acc [N, 512] += P . K, as S has it:
+wgmma takes 64 heads as rows, and P from registers. (For mma.sync Triton gives up cp.async then.) Swapping the first too
+(S^T = K . Q^T) would read the tile in both orientations: Triton 3.6 then gives up cp.async for it and makes a second
+copy (seen in the TTGIR). QK at 8 heads fills half of its MMA instead; the kernel is bound by the gather.
 
 Triton arranges the warps of products that feed each other alike, here all along the latent, and warps repeat each
 other's S. With APART each product of S (fp8: each pair) stands in a branch of its own, where Triton arranges warps for
@@ -133,7 +134,7 @@ def attend(
     lse_t, lse_s, lse_n,  # in values
     PAGE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
     FP8: tl.constexpr, CVT: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, LEFT: tl.constexpr, APART: tl.constexpr,
+    GROUP: tl.constexpr, LEFT: tl.constexpr, APART: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """Share `split` is columns [split * span, split * span + span) of the row. It writes attention over these alone.
 
@@ -141,6 +142,7 @@ def attend(
     a group without a union (count -1) is left to a launch with LEFT, the tokens of a group, which does only those.
     """
     HEADS: tl.constexpr = BLOCK_N // GROUP
+    HEAD: tl.constexpr = 1 if SWAP else 0  # axis of the accumulators
     groups = tl.cdiv(heads, HEADS)
     pid = tl.program_id(0)  # groups of one token run side by side: their rows meet in L2
     group = pid % groups
@@ -193,11 +195,17 @@ def attend(
     total = tl.zeros([BLOCK_N], tl.float32)
     acc = ()
     for _ in tl.static_range(PIECES):
-        acc += (tl.zeros([TILE, BLOCK_N], tl.float32),)
+        acc += (tl.zeros([TILE, BLOCK_N] if SWAP else [BLOCK_N, TILE], tl.float32),)
 
+    # Always one round, if with nothing chosen: where there may be none, the accumulators of both ways are copied behind
+    # the loop, and ptxas then makes each wgmma wait for the one before (its note C7515).
+    end = stop
+    if not SWAP:
+        end = tl.maximum(stop, first + 1)
+        tl.assume(first < end)
     # The pipeliner shares STAGES - 1 out to three loads that feed each other: position, block, rows. 4: one tile of
     # rows in shared memory; 7: two.
-    for start in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_K)
         position = tl.load(row + column, mask=column < stop, other=-1)
         if GROUP > 1:
@@ -229,7 +237,7 @@ def attend(
             ropes = rows + 512
         k_r = tl.load(ropes[None, :] + tl.arange(0, 64)[:, None], mask=chosen[None, :], other=0).to(q_r.dtype)
 
-        weight = tl.zeros([BLOCK_K, BLOCK_N], k[0].dtype)
+        weight = tl.zeros([BLOCK_K, BLOCK_N] if SWAP else [BLOCK_N, BLOCK_K], k[0].dtype)
         p = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         fade = top
         if (tokens > 0) if APART else True:  # always
@@ -255,7 +263,7 @@ def attend(
             total = total * fade + tl.sum(p, 1)
             top = new_top
             if not FP8:
-                weight = tl.trans(p.to(k[0].dtype))
+                weight = tl.trans(p.to(k[0].dtype)) if SWAP else p.to(k[0].dtype)
         faded = ()
         if FP8:
             for i in tl.static_range(4):
@@ -266,15 +274,16 @@ def attend(
                     faded += (acc[2 * i + j] * fade[None, :] + added,)  # [TILE, N]
         else:
             for i in tl.static_range(PIECES):
-                faded += (tl.dot(k[i], weight, acc[i] * fade[None, :]),)
+                old = acc[i] * tl.expand_dims(fade, 1 - HEAD)
+                faded += (tl.dot(k[i], weight, old) if SWAP else tl.dot(weight, tl.trans(k[i]), old),)
         acc = faded
 
     full = total > 0  # the largest score alone adds 1; none chosen: out 0, lse -inf
-    inverse = tl.where(full, 1.0 / tl.where(full, total, 1.0), 0.0)[None, :]
+    inverse = tl.expand_dims(tl.where(full, 1.0 / tl.where(full, total, 1.0), 0.0), 1 - HEAD)
     out += t * out_t * 8 + split * out_s * 8
     for i in tl.static_range(PIECES):
-        place = row_out[None, :] * 8 + _values_of(i, TILE, FP8)[:, None]  # [TILE, N]
-        tl.store(out + place, (acc[i] * inverse).to(out.dtype.element_ty), mask=in_heads[None, :])
+        place = out + tl.expand_dims(row_out * 8, 1 - HEAD) + tl.expand_dims(_values_of(i, TILE, FP8), HEAD)
+        tl.store(place, (acc[i] * inverse).to(out.dtype.element_ty), mask=tl.expand_dims(in_heads, 1 - HEAD))
     result = tl.where(full, (top + tl.log2(tl.where(full, total, 1.0))) * LN2, float("-inf"))
     tl.store(lse + t * lse_t + split * lse_s + row_lse, result, mask=in_heads)
 

@@ -260,6 +260,7 @@ def constants(config: tune.Config, cache_dtype: torch.dtype, page: int, cvt: boo
         "PAGE": page, "BLOCK_K": config.block_k, "BLOCK_N": config.block_n, "TILE": config.tile,
         "PIECES": LATENT // config.tile, "FP8": cache_dtype == torch.uint8, "CVT": cvt, "SCAN": tune.SCAN,
         "STAGES": config.stages, "GROUP": config.group, "LEFT": left, "APART": config.apart,
+        "SWAP": config.swap,
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class Config:
     per_sm: int  # programs that one SM of 12.x holds (100 KiB); more elsewhere
     group: int = 1  # neighbouring tokens that share one gather (union.py)
     apart: bool = False  # warps are arranged for S by itself (kernel.py)
+    swap: bool = True  # heads are the columns of the second product, not its rows (kernel.py)
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ NARROW_FP8 = Config(block_k=32, block_n=8, tile=64, stages=4, warps=4, per_sm=2,
 # bytes (Triton 3.6) or 56 (3.9), and 12.x is given nothing that spills
 WIDE_FP8 = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=2)
 
-# H200 (a card of 227 KB), 64 heads: 4,739 at T 4096, 4,532 with Triton 3.8; 128 in a piece 4,634 and, for it spills 296
-# bytes with 3.8, 5,559 (5,703 with 3.6 if not apart)
-HUGE = Config(block_k=64, block_n=64, tile=64, stages=4, warps=8, per_sm=1, apart=True)
+# H200 (a card of 227 KB), 64 heads: 4,310 at T 4096, 4,168 with Triton 3.8; heads as columns 4,639 and 4,526, 128 in a
+# piece 4,378 and 4,556
+HUGE = Config(block_k=64, block_n=64, tile=64, stages=4, warps=8, per_sm=1, apart=True, swap=False)
 # H200, 64 heads: 12,810 at T 4096, 3.6 times FlashMLA and half of WIDE_FP8's; apart it spills 400 bytes
 HUGE_FP8 = Config(block_k=64, block_n=32, tile=64, stages=4, warps=8, per_sm=1)
 
@@ -83,7 +84,7 @@ SHARED: dict[bool, dict[int, Config]] = {
     True: {},  # two tokens by 32 rows, apart: 2,094 to 2,284; 2,940. It spills as WIDE_FP8 would
 }
 SHARED_LARGE = {
-    False: {8: replace(HUGE, tile=128, group=8)},  # H200: 833 at 0.99 and 1,169 at 0.9; 1,678 and 1,720
+    False: {8: replace(HUGE, group=8)},  # H200: 785 at 0.99 and 1,083 at 0.9; 1,678 and 1,720
     True: {8: replace(HUGE_FP8, group=4)},  # H200: 1,893 and 2,319; 2,950
 }
 SHARE_FROM = 512  # tokens; predicted: fewer leave SMs without a group
