@@ -33,7 +33,7 @@ class Paged:
 
 
 # Triton puts all warps along the keys, so that no sum over heads crosses warps, only if block_n >= columns * warps.
-# predicted: bound by the MMA, whose 32 QMMA of 16 cycles a warp stand against 215 other instructions; 96 registers and
+# predicted: bound by the MMA, whose 32 QMMA of 16 cycles a warp stand against 178 other instructions; 98 registers and
 # 42 KB let two programs of 8 warps share an SM, and 256 keys halve what 128 fetch of Q from L2
 PREFILL_MMA = Prefill(block_n=256, columns=32, group=128, stages=3, warps=8)
 # predicted: 64 heads are one query; two programs of 4 warps (42 KB, 248 registers) share an SM

@@ -61,7 +61,7 @@ NARROW_FP8 = Config(block_k=32, block_n=8, tile=64, stages=4, warps=4, per_sm=2,
 WIDE_FP8 = Config(block_k=16, block_n=16, tile=64, stages=7, warps=4, per_sm=2)
 
 # H200 (a card of 227 KB), 64 heads: 4,310 at T 4096, 4,168 with Triton 3.8; heads as columns 4,639 and 4,526, 128 in a
-# piece 4,378 and 4,556
+# piece 4,378 and 4,556, 32 rows in three buffers 5,205 and 5,214
 HUGE = Config(block_k=64, block_n=64, tile=64, stages=4, warps=8, per_sm=1, apart=True, swap=False)
 # H200, 64 heads: 12,810 at T 4096, 3.6 times FlashMLA and half of WIDE_FP8's; apart it spills 400 bytes
 HUGE_FP8 = Config(block_k=64, block_n=32, tile=64, stages=4, warps=8, per_sm=1)
@@ -84,7 +84,7 @@ SHARED: dict[bool, dict[int, Config]] = {
     True: {},  # two tokens by 32 rows, apart: 2,094 to 2,284; 2,940. It spills as WIDE_FP8 would
 }
 SHARED_LARGE = {
-    False: {8: replace(HUGE, group=8)},  # H200: 785 at 0.99 and 1,083 at 0.9; 1,678 and 1,720
+    False: {8: replace(HUGE, group=8)},  # H200: 782 at 0.99 and 1,087 at 0.9; 1,676 and 1,732
     True: {8: replace(HUGE_FP8, group=4)},  # H200: 1,893 and 2,319; 2,950
 }
 SHARE_FROM = 512  # tokens; predicted: fewer leave SMs without a group
