@@ -10,6 +10,8 @@ Two times for each case, neither a forecast of what will be measured:
                   tensor cores that its programs reach, or what its loads in flight let through, were all its shared
                   memory and registers waiting for loads: the largest. `bound` says which: memory, mma or latency
 
+The table's MB and GFLOP count each token's rows as if no two shared any, and real products only.
+
 predicted_us is a lower bound but for L2 (128 MB), which may hold rows for several tokens; floor_us is one always. Not
 counted: launches (about 2 us each, less in a graph), loads that wait for each other, MMA rows that padding wastes,
 conversions, partial results of split rows, and the clock under load.

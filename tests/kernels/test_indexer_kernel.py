@@ -285,7 +285,8 @@ def test_bad_arguments():
         ("k", k.bfloat16()), ("k", k[:, :64]), ("k", k.T.contiguous().T), ("k_scale", scale[1:]),
         ("k_scale", scale.double()), ("weights", weights.half()), ("weights", weights[:1]), ("ks", ks.long()),
         ("ks", ks[:1]), ("ke", ke[:1]), ("ke", torch.stack([ke, ke], 1)[:, 0]), ("out", weights),
-        ("out", torch.empty(61, 2, device=DEVICE).T), ("out", torch.empty(2, 61, device=DEVICE).half()),
+        ("out", torch.empty(61, 2, device=DEVICE).T),
+        ("out", torch.empty(1, 61, device=DEVICE).expand(2, 61)), ("out", torch.empty(2, 61, device=DEVICE).half()),
     ]  # fmt: skip
     for name, value in bad:
         with pytest.raises(ValueError, match=f"^{name} "):

@@ -215,6 +215,8 @@ def test_no_tokens_and_bad_arguments():
     for name, value in bad:
         with pytest.raises(ValueError, match=f"^{name} "):
             launch.sparse_mla(**(good | {name: value}), scale=SCALE)
+    with pytest.raises(ValueError, match="0 splits"):
+        launch.sparse_mla(**good, scale=SCALE, plan=tune.Plan(tune.NARROW, 0))
     small = launch.Workspace(1, 8, cache.dtype, DEVICE, columns=32)
     with pytest.raises(ValueError, match="workspace"):
         launch.sparse_mla(**good, scale=SCALE, workspace=small, plan=tune.Plan(tune.NARROW, 2))

@@ -106,6 +106,10 @@ def test_an_absent_token_is_not_read():
     out, lse = sparse_mla(torch.randn(3, 2, 576), cache, topk, torch.zeros(3, dtype=torch.long), table, SCALE)
     assert out.isfinite().all() and lse[[0, 2]].isfinite().all()
     torch.testing.assert_close(out[0], rows[0][64, :512].expand(2, 512))
+    garbage = torch.cat([table, torch.full_like(table, 10**8)])  # a request that has no token yet
+    requests = torch.tensor([0, 1, 0])
+    again, _ = sparse_mla(torch.ones(3, 2, 576), cache, topk, requests, garbage, SCALE)
+    assert (again[1] == 0).all() and again.isfinite().all()
 
 
 def test_large_scores_do_not_overflow():

@@ -382,6 +382,19 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "no CUDA GPU" in said.err and "shim.kernels.model" in said.err and not said.out
 
 
+@pytest.mark.parametrize("name", ["indexer", "sparse_mla", "topk"])
+def test_without_a_gpu_the_kernels_own_benches_say_so(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"shim.kernels.{name}.bench").main()
+    assert ended.value.code == 1 and "no CUDA GPU" in capsys.readouterr().err
+
+
 def test_without_torch_both_say_so() -> None:
     for name in ("bench", "model"):
         program = (

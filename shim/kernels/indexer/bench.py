@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 
+from shim.kernels.bench import refusal
 from shim.kernels.host import sm_count
 from shim.kernels.indexer import launch, reference, tune
 from shim.kernels.sparse_mla.bench import time_us
@@ -254,6 +255,8 @@ def main() -> None:
     parser.add_argument("--only", choices=["prefill", "paged"])
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
+    if problem := refusal():
+        parser.exit(1, f"{problem}\n")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     results: list[dict[str, Any]] = []
     if args.sweep:

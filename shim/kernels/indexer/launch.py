@@ -247,6 +247,8 @@ def _check_answer(out: Form | None, rows: int, columns: int, device: torch.devic
         raise ValueError(f"the answer has {columns} columns")
     if out is not None:
         _check("out", out, torch.float32, (rows, columns), device)
+        if rows > 1 and out.strides[0] < columns:
+            raise ValueError(f"out has strides {out.strides}: its rows of {columns} columns overlap")
 
 
 def _check(

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 
+from shim.kernels.bench import refusal
 from shim.kernels.host import sm_count
 from shim.kernels.sparse_mla import kernel, launch, native, reference, tune
 from shim.kernels.sparse_mla.overlap import overlapping_sets
@@ -232,6 +233,8 @@ def main() -> None:
     parser.add_argument("--kv", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--seconds", type=float, default=140, help="of --tune, in all")
     args = parser.parse_args()
+    if problem := refusal():
+        parser.exit(1, f"{problem}\n")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     cases = list(itertools.product(args.heads, args.kv, args.tokens))
     results: list[Any] = []

@@ -7,9 +7,10 @@ A tile of cache rows is copied to shared memory once, as K^T [512, BLOCK_K], and
     acc^T [512, N]     += K^T [512, BLOCK_K] . P^T [BLOCK_K, N]     "swap-AB": heads on the MMA's 8-column side
 
 so that 8 heads fill the larger product and its accumulators. With SWAP off it is acc [N, 512] += P . K, as S has it:
-wgmma takes 64 heads as rows, and P from registers. (For mma.sync Triton gives up cp.async then.) Swapping the first too
-(S^T = K . Q^T) would read the tile in both orientations: Triton 3.6 then gives up cp.async for it and makes a second
-copy (seen in the TTGIR). QK at 8 heads fills half of its MMA instead; the kernel is bound by the gather.
+wgmma takes 64 heads as rows, and neither P nor its sums have to be turned. (For mma.sync Triton gives up cp.async
+then.) Swapping the first too (S^T = K . Q^T) would read the tile in both orientations: Triton 3.6 then gives up
+cp.async for it and makes a second copy (seen in the TTGIR). QK at 8 heads fills half of its MMA instead; the kernel is
+bound by the gather.
 
 Triton arranges the warps of products that feed each other alike, here all along the latent, and warps repeat each
 other's S. With APART each product of S (fp8: each pair) stands in a branch of its own, where Triton arranges warps for

@@ -203,6 +203,8 @@ def _call(
     if tokens == 0 or heads == 0:
         return None
     plan = plan or tune.configuration(tokens, heads, cache.dtype, sms, columns, large)
+    if plan.splits < 1:
+        raise ValueError(f"plan has {plan.splits} splits, expected 1 or more")
     tiles = max(1, -(-columns // plan.config.block_k))
     span = -(-tiles // plan.splits) * plan.config.block_k
     splits = max(1, -(-columns // span))

@@ -65,7 +65,7 @@ def _attend(
     valid = chosen >= 0
     position = chosen.clamp(min=0).long()
     block_size = cache.shape[1]
-    block = blocks.gather(1, position // block_size).long()
+    block = blocks.gather(1, position // block_size).long().where(valid, 0)
     rows = read_rows(cache[block, position % block_size], q.dtype)  # [t, K, 576]
     rows = rows.masked_fill(~valid[..., None], 0)  # what an absent row points at may be NaN
     scores = torch.einsum("tnd,tkd->tnk", q, rows) * scale

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 
+from shim.kernels.bench import refusal
 from shim.kernels.host import sm_count
 from shim.kernels.topk import launch, tune
 
@@ -182,6 +183,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
+    if problem := refusal():
+        parser.exit(1, f"{problem}\n")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     if args.sweep:
         results = sweep()
