@@ -126,10 +126,9 @@ def assembled(ptx: str, capability: int) -> dict:
 
 
 def ptxas_says(ptx: Path) -> str:
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [str(ptxas), "-arch=sm_90a", "-v", str(ptx), "-o", os.devnull]
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", str(ptx), "-o", os.devnull]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
