@@ -212,6 +212,7 @@ def prefill_configs() -> Iterable[tune.Prefill]:
     for block_n, columns, stages, warps in itertools.product((64, 128, 256), (32, 64, 128, 256), (2, 3, 4), (4, 8)):
         if 16 <= block_n * columns // (warps * 32) <= 128:  # accumulators of a thread
             yield tune.Prefill(block_n, columns, 128, stages, warps)
+            yield tune.Prefill(block_n, columns, 8192, stages, warps, keep="queries")
 
 
 def paged_configs() -> Iterable[tune.Paged]:
