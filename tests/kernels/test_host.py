@@ -31,11 +31,12 @@ def test_a_kept_plan_lets_nothing_else_pass():
     q, keys = torch.zeros(3, 32, 128).to(indexer.FP8), torch.zeros(8 * 128 + 16).to(indexer.FP8)
     k, scale, weights, rows = keys[:-16].view(8, 128), torch.zeros(8), torch.zeros(3, 32), torch.zeros(3).int()
     good = [form(x) for x in (q, k, scale, weights, rows, rows)]
-    plan = indexer._prefill(*good, None, None, None)
-    assert indexer._prefill(*[form(x.clone()) for x in (q, k, scale, weights, rows, rows)], None, None, None) is plan
+    more = (None, None, None, 188)
+    plan = indexer._prefill(*good, *more)
+    assert indexer._prefill(*[form(x.clone()) for x in (q, k, scale, weights, rows, rows)], *more) is plan
     for at, bad in ((1, keys[8:-8].view(8, 128)), (1, k[:, :64]), (3, weights.half()), (4, rows[:2]), (5, rows.long())):
         with pytest.raises(ValueError):
-            indexer._prefill(*good[:at], form(bad), *good[at + 1 :], None, None, None)
+            indexer._prefill(*good[:at], form(bad), *good[at + 1 :], *more)
     logits, lengths = torch.zeros(3, 9000), rows
     assert topk._launch(form(logits), form(lengths), 5, None, None, None, None, 188)[1].programs
     for values in (logits.T.contiguous().T, logits[:2]):
