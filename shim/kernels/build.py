@@ -92,12 +92,9 @@ def _attend(config: Any, fp8: bool, split: bool, capability: int) -> dict[str, A
 
 
 def _mqa(config: Any, heads: int, capability: int) -> dict[str, Any]:
-    from shim.kernels.indexer import kernel
+    from shim.kernels.indexer import launch
 
-    function = kernel.mqa_keep_keys if config.keep == "keys" else kernel.mqa_keep_queries
-    constants = {"HEADS": heads, "COLUMNS": config.columns, "BLOCK_N": config.block_n, "GROUP": config.group}
-    constants |= {"STAGES": config.stages}
-    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    function, constants = launch.prefill_kernel(config, heads)
     return build(function, _INDEXER, constants, capability, config.warps, {"q", "k"})
 
 

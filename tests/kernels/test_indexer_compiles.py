@@ -33,21 +33,17 @@ SPILLS = {"cap": 120, "heads": 32, "x": "fp8", "config": [256, 64, 128, 2, 2]}
 
 
 def compile_one(job: dict) -> dict:
-    from shim.kernels.indexer import kernel, tune
+    from shim.kernels.indexer import kernel, launch, tune
 
     capability, heads, x = divmod(job["cap"], 10), job["heads"], OPERANDS[job["x"]]
-    constants = {"HEADS": heads}
     if "columns" in job:
         config, function = tune.paged(capability), kernel.paged_mqa
-        constants |= {"COLUMNS": job["columns"], "SCAN": tune.SCAN}
+        constants = {"HEADS": heads, "COLUMNS": job["columns"], "SCAN": tune.SCAN, "STAGES": config.stages}
     else:
         config = tune.Prefill(*job["config"]) if "config" in job else tune.prefill(heads, capability)
-        function = kernel.mqa_keep_keys if config.keep == "keys" else kernel.mqa_keep_queries
-        constants |= {"COLUMNS": config.columns, "BLOCK_N": config.block_n, "GROUP": config.group}
-        constants = {name: value for name, value in constants.items() if name in function.arg_names}
+        function, constants = launch.prefill_kernel(config, heads)
     types = dict.fromkeys(("q", "k", "cache"), f"*{x}") | dict.fromkeys(("k_scale", "w", "out"), "*fp32")
     types |= dict.fromkeys(("ks", "ke", "lens", "table"), "*i32")
-    constants["STAGES"] = config.stages
     row = compile_gate.build(function, types, constants, job["cap"], config.warps, {"q", "k", "cache"})
     return row | {"built": repr(config), "per_sm": config.per_sm if isinstance(config, tune.Paged) else 1}
 

@@ -143,22 +143,25 @@ def _prefill(
     config = config or tune.prefill(heads, _capability(q.device))
     programs, group = tune.prefill_grid(queries, keys, heads, config, sms)
     unit = 16 // q.dtype.itemsize
-    launch = Launch(
+    function, constants = prefill_kernel(config, heads)
+    return function, Launch(
         programs if width else 0,
         (
             queries, keys, width, int(compressed_columns is not None),
             q.strides[0] // unit, q.strides[1] // unit, k.strides[0] // unit, *weights.strides,
         ),
-        {
-            "HEADS": heads, "BLOCK_N": config.block_n, "COLUMNS": config.columns, "STAGES": config.stages,
-            "num_warps": config.warps, "enable_fp_fusion": True,
-        },
+        constants
+        | ({"group": group} if config.keep == "queries" else {})
+        | {"num_warps": config.warps, "enable_fp_fusion": True},
     )  # fmt: skip
+
+
+def prefill_kernel(config: tune.Prefill, heads: int) -> tuple[Any, dict[str, int]]:
+    """The kernel that `config` is of, and what it is compiled for."""
+    constants = {"HEADS": heads, "BLOCK_N": config.block_n, "COLUMNS": config.columns, "STAGES": config.stages}
     if config.keep == "keys":
-        launch.options["GROUP"] = group
-        return kernel.mqa_keep_keys, launch
-    launch.options["group"] = group
-    return kernel.mqa_keep_queries, launch
+        return kernel.mqa_keep_keys, constants | {"GROUP": config.group}
+    return kernel.mqa_keep_queries, constants
 
 
 @lru_cache(maxsize=512)
