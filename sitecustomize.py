@@ -21,8 +21,7 @@ def chain() -> None:
     spec = PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is None or spec.loader is None:
         return
-    theirs = module_from_spec(spec)
-    sys.modules["sitecustomize"] = theirs
+    sys.modules["sitecustomize"] = theirs = module_from_spec(spec)
     try:
         spec.loader.exec_module(theirs)
     except BaseException:
@@ -32,29 +31,30 @@ def chain() -> None:
 
 def wanted() -> bool:
     """On PYTHONPATH or asked for by name, in the interpreter that `wrap` was called for, and where there is a vLLM."""
-    if (
-        os.environ.get("GLM5_SHIM_OFF", "").lower() in ("1", "true", "yes", "on") or sys.flags.ignore_environment
-    ):  # -E, -I
+    on = {n for n in ("GLM5_SHIM", "GLM5_SHIM_OFF") if os.environ.get(n, "").lower() in ("1", "true", "yes", "on")}
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if "GLM5_SHIM_OFF" in on or sys.flags.ignore_environment:  # -E, -I
         return False
-    on_path = any(os.path.realpath(p) == HERE for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
-    if not on_path and os.environ.get("GLM5_SHIM") != "1":
-        return False  # an editable install puts this directory on sys.path; that alone is no wish
+    if "GLM5_SHIM" not in on and not any(os.path.realpath(p) == HERE for p in path if p):
+        return False  # an editable install puts this directory on sys.path, and that alone is no wish
     meant = os.environ.get("GLM5_SHIM_PYTHON")
     if meant and meant != f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}":
         prefix, _, version = meant.rpartition(":")
         if prefix and os.path.exists(f"{prefix}/bin/python{version}"):
-            return False  # one that is nowhere is a mistake, see shim/env.py
+            return False  # a Python that does not exist is a mistake, see shim/env.py
     return PathFinder.find_spec("vllm") is not None
 
 
-try:
-    chain()
-except Exception as problem:
-    print(f"glm5-shim: the sitecustomize behind ours failed: {type(problem).__name__}: {problem}", file=sys.stderr)
-try:
+def switch_on() -> None:
     if wanted():
         from shim.activate import activate
 
         activate()
-except Exception as problem:
-    print(f"glm5-shim: not active: {type(problem).__name__}: {problem}", file=sys.stderr)
+
+
+for step, failure in ((chain, "the sitecustomize behind ours failed"), (switch_on, "not active")):
+    try:
+        step()
+    except Exception as problem:
+        if sys.stderr is not None:  # where it is closed, print would take stdout
+            print(f"glm5-shim: {failure}: {type(problem).__name__}: {problem}", file=sys.stderr)

@@ -1,17 +1,15 @@
-"""probe -> apply -> verify -> record, for one patch at a time. The only file that imports wrapt.
+"""Takes one patch at a time through probe, apply, verify and record. The only file that imports wrapt.
 
 wrapt supplies the import hooks, and resolves and sets attributes. Its function wrappers are never used: torch.compile
 skips them without a word and runs the unpatched function.
 
-A required patch that does not take stops the process: `ShimError` out of the import of its target, again on every retry
-(the latch: wrapt forgets a hook once it ran, so a second import would go through unpatched), and at the closing gate
-that each worker passes before it serves.
+A required patch that does not take stops the process. The import of its target raises `ShimError`, every later import
+of it raises that again (`latch.py`), and so does the closing gate that each worker passes before it serves.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,12 +18,14 @@ from typing import Any
 
 import wrapt
 
-from shim import __version__, ledger, upstream
-from shim.latch import Latch, ShimError
-from shim.patch import Action, Patch, State
+from shim import ledger, process, upstream
+from shim.latch import Latch
+from shim.patch import Action, Patch, ShimError, State
 
-log = logging.getLogger("vllm.glm5_shim")  # vLLM's handlers print it
 ACCEPTED = frozenset({State.APPLIED, State.UPSTREAM, State.UNNEEDED, State.OFF})
+STANDS = ACCEPTED - {State.OFF}  # what another patch may build on
+# wrapt 1.x has no BaseObjectProxy; there every proxy of wrapt's is an ObjectProxy
+PROXY: Any = getattr(wrapt, "BaseObjectProxy", wrapt.ObjectProxy)
 
 
 @dataclass
@@ -50,16 +50,27 @@ class Engine:
                 other = owners.setdefault((patch.target, symbol), patch.name)
                 if other != patch.name:
                     raise ValueError(f"{patch.target}.{symbol} is replaced by two patches: {other} and {patch.name}")
-            if patch.name in skip:
-                self._set(record, State.OFF, "in GLM5_SHIM_SKIP")
-            else:
-                self._set(record, State.WAITING, "")
+            self._set(record, State.WAITING, "")
+        for name in sorted(skip & set(self.records)):
+            self._switch_off(name, "in GLM5_SHIM_SKIP")
+
+    def _switch_off(self, name: str, because: str) -> None:
+        """This patch is off, and so is every patch that needs it."""
+        self._set(self.records[name], State.OFF, because)
+        for other, record in self.records.items():
+            if name in record.patch.needs and record.state is not State.OFF:
+                self._switch_off(other, f"needs {name}, which is off")
 
     @property
     def seal(self) -> str:
-        """What every process of one server must have in common: the shim's version and the patches that are on."""
+        """What every process of one server must have in common: the shim's own code and the patches that are on."""
         names = sorted(name for name, record in self.records.items() if record.state is not State.OFF)
-        return f"{__version__}+{hashlib.sha256(','.join(names).encode()).hexdigest()[:12]}"
+        return f"{process.identity()}+{hashlib.sha256(','.join(names).encode()).hexdigest()[:12]}"
+
+    def state(self, name: str) -> State | None:
+        """How the patch of this name stands; None if there is none."""
+        record = self.records.get(name)
+        return record.state if record else None
 
     def arm(self) -> None:
         """Registers one import hook per target. Targets that are loaded already are patched now, or found to be
@@ -68,7 +79,7 @@ class Engine:
             module = sys.modules.get(target)
             if module is not None and getattr(module.__spec__, "_initializing", False):
                 for record in self._of(target):
-                    self._set(record, State.LATE, f"{target} was half imported when the shim came up")
+                    self._set(record, State.LATE, f"{target} was half imported when the shim was switched on")
             else:
                 wrapt.register_post_import_hook(self._on_import, target)
         ledger.flush()
@@ -78,13 +89,15 @@ class Engine:
         names = [n for n, record in self.records.items() if record.state is State.OFF and record.patch.required]
         return f"GLM5_SHIM_SKIP leaves out {', '.join(names)}: GLM-5's answers can be wrong without it" if names else ""
 
-    def check(self) -> None:
-        """The closing gate: ShimError unless every required patch whose target is loaded is in force, right now. What
-        GLM5_SHIM_SKIP leaves out is said in the log."""
-        if self.left_out():
-            log.warning("glm5-shim: %s", self.left_out())
+    def check(self, name: str = "") -> None:
+        """ShimError unless every required patch whose target is loaded is in force right now; with `name`, that one.
+
+        This is the closing gate. It logs what GLM5_SHIM_SKIP leaves out.
+        """
+        if self.left_out() and not name:
+            process.log.warning("glm5-shim: %s", self.left_out())
         problems = []
-        for record in self.records.values():
+        for record in [self.records[name]] if name else self.records.values():
             patch = record.patch
             loaded = patch.target in sys.modules
             if not patch.required or (record.state is State.WAITING and not loaded):
@@ -96,7 +109,8 @@ class Engine:
                 if lost:
                     problems.append(f"{patch.name} was undone: {lost}")
         if problems:
-            raise ShimError(_message("; ".join(problems), [p.split(" ", 1)[0] for p in problems]))
+            what = _message("; ".join(problems), [p.split(" ", 1)[0] for p in problems])
+            raise ShimError(f"glm5-shim: {what}")
 
     # one target was imported
 
@@ -130,19 +144,22 @@ class Engine:
     def _apply(self, record: Record, module: ModuleType) -> None:
         patch = record.patch
         for name in patch.needs:
-            if self.records[name].state not in ACCEPTED:
-                raise RuntimeError(f"needs {name}, which is {self.records[name].state.value}")
+            state = self.state(name)
+            if state not in STANDS:
+                raise RuntimeError(f"needs {name}, which is {state.value if state else 'not there'}")
         replacements = dict(patch.apply(module))
-        if set(replacements) != set(patch.replaces):
-            raise RuntimeError(f"apply returned {sorted(replacements)}, replaces says {sorted(patch.replaces)}")
+        lacking = {symbol for symbol in patch.optional if not upstream.has(module, symbol)}
+        expected = set(patch.replaces) - lacking
+        if set(replacements) != expected:
+            raise RuntimeError(f"apply returned {sorted(replacements)}, replaces calls for {sorted(expected)}")
         for symbol, new in replacements.items():
-            if isinstance(new, wrapt.BaseObjectProxy):
+            if isinstance(new, PROXY):
                 raise TypeError(f"{symbol} is replaced by a wrapt proxy, which torch.compile would skip")
             record.originals[symbol] = upstream.raw(module, symbol)
             record.replacements[symbol] = new
             _set_attribute(module, symbol, new)
         for importer, symbol, name in self._importers(patch):
-            if vars(importer).get(name) is record.originals[symbol]:
+            if vars(importer).get(name) is record.originals.get(symbol, record):
                 setattr(importer, name, record.replacements[symbol])
         lost = self._lost(record)
         if lost:
@@ -158,7 +175,7 @@ class Engine:
 
     @staticmethod
     def _importers(patch: Patch) -> Iterable[tuple[ModuleType, str, str]]:
-        """(loaded module, symbol of the target, name there) for each by-value copy."""
+        """(loaded module, symbol of the target, its name in that module) for each copy by value."""
         by_last_name = {symbol.rsplit(".", 1)[-1]: symbol for symbol in patch.replaces}
         for importer in patch.importers:
             module_name, name = importer.split(":")
@@ -176,7 +193,7 @@ class Engine:
         for importer, symbol, name in self._importers(record.patch):
             held = vars(importer).get(name)
             # a half-imported importer has not copied the name yet, and will copy ours
-            if held is not None and held is not record.replacements[symbol]:
+            if held is not None and held is not record.replacements.get(symbol, held):
                 return f"{importer.__name__}.{name} is not the shim's"
         try:
             record.patch.verify(module)
@@ -189,9 +206,9 @@ class Engine:
         patch = record.patch
         text = _message(f"{patch.name} could not be applied to {patch.target}: {found}", [patch.name])
         if not patch.required:
-            print(text, file=sys.stderr)
+            process.say(text)
             return
-        error = ShimError(text)
+        error = ShimError(f"glm5-shim: {text}")
         self._latch.refused[patch.target] = error
         raise error from cause
 
@@ -202,7 +219,7 @@ class Engine:
 
 def _message(what: str, names: list[str]) -> str:
     switch = ",".join(dict.fromkeys(names))
-    return f"glm5-shim: {what}. Leave it out with GLM5_SHIM_SKIP={switch}, or switch the shim off with GLM5_SHIM_OFF=1."
+    return f"{what}. Leave it out with GLM5_SHIM_SKIP={switch}, or switch the shim off with GLM5_SHIM_OFF=1."
 
 
 def _set_attribute(module: ModuleType, symbol: str, value: Any) -> None:

@@ -41,6 +41,10 @@ class EnvProblem(ValueError):
     """A variable has a value that cannot be meant; the message says which, and what is expected."""
 
 
+class SwitchedOff(EnvProblem):
+    """GLM5_SHIM_OFF is set."""
+
+
 def check(patches: tuple[str, ...]) -> frozenset[str]:
     """Looks at every variable; the names in GLM5_SHIM_SKIP. `patches`: all that there are. EnvProblem for a value
     without sense, and for the name of no variable that is nearly the name of one."""
@@ -61,6 +65,9 @@ def check(patches: tuple[str, ...]) -> frozenset[str]:
     cache = cache_dir()  # a state directory that cannot be written is no reason to stop, see ledger.py
     if os.path.exists(cache) and not os.path.isdir(cache):
         raise EnvProblem(f"GLM5_SHIM_CACHE_DIR is {os.fspath(cache)!r}; expected a directory")
+    chosen = bool(os.environ.get("GLM5_SHIM_CACHE_DIR"))
+    if not chosen and os.path.isdir(cache) and os.stat(cache).st_uid not in (os.getuid(), 0):
+        raise EnvProblem(f"{os.fspath(cache)} belongs to another user; set GLM5_SHIM_CACHE_DIR to a directory of yours")
     return skip(patches)
 
 
@@ -92,9 +99,9 @@ def off() -> bool:
 
 
 def require_on() -> None:
-    """EnvProblem if the shim is switched off."""
+    """SwitchedOff if it is."""
     if off():
-        raise EnvProblem("GLM5_SHIM_OFF is set: the shim is off in every process")
+        raise SwitchedOff("GLM5_SHIM_OFF is set: the shim is off in every process")
 
 
 def interpreter() -> str:
@@ -126,10 +133,12 @@ def skip(known: tuple[str, ...]) -> frozenset[str]:
 
 
 def state_dir() -> Path:
+    """Where ledgers go. See `_directory`."""
     return _directory("GLM5_SHIM_STATE_DIR", "XDG_STATE_HOME", ".local/state")
 
 
 def cache_dir() -> Path:
+    """Where the directories that stand in for GGUF files go, and the indexer probe's answer. See `_directory`."""
     return _directory("GLM5_SHIM_CACHE_DIR", "XDG_CACHE_HOME", ".cache")
 
 
@@ -159,7 +168,15 @@ def indexer() -> str:
 
 
 def _directory(name: str, xdg: str, fallback: str) -> Path:
+    """The variable `name`; else "glm5-shim" in the XDG directory, which must be absolute (the XDG specification), or in
+    the home directory. A user without one (no HOME and no passwd entry) gets a directory of the temporary ones."""
     if os.environ.get(name):
         return Path(os.path.expanduser(os.environ[name]))
-    base = os.environ.get(xdg) or os.path.join(os.path.expanduser("~"), fallback)
-    return Path(base) / "glm5-shim"
+    base = os.environ.get(xdg, "")
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), fallback)
+    if os.path.isabs(base):
+        return Path(base, "glm5-shim")
+    from tempfile import gettempdir
+
+    return Path(gettempdir(), f"glm5-shim-{os.getuid()}", fallback.rpartition("/")[2].removeprefix("."))

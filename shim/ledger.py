@@ -1,6 +1,7 @@
 """What happened to each patch in this process, written as <state dir>/<pid>.json and read back by the command line.
 
-A ledger that cannot be written costs one line on stderr and nothing else: serving goes on.
+Only the user can read the file, and it holds no argument of the command line, which may be an API key. A ledger that
+cannot be written costs one line on stderr and nothing else: serving goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shim import __version__, env
+from shim import env, process
 
 _entries: dict[str, dict[str, Any]] = {}
 _started = time.time()
@@ -23,7 +24,7 @@ _told_unwritable = False
 
 
 def record(name: str, state: str, detail: str) -> None:
-    """The engine's word on one patch; the file is written by `flush`."""
+    """The engine tells how one patch stands. `flush` writes the file."""
     _entries.setdefault(name, {}).update(state=state, detail=detail)
 
 
@@ -64,24 +65,39 @@ def flush() -> None:
         "pid": os.getpid(),
         "ppid": os.getppid(),
         "role": role(),
-        "argv": sys.orig_argv,
+        "command": command(),
         "python": sys.executable,
-        "shim": __version__,
+        "shim": process.identity(),
         "vllm": vars(vllm).get("__version__") if vllm else None,
         "started": _started,
         "patches": entries(),
     }
     path = env.state_dir() / f"{os.getpid()}.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{threading.get_ident()}.tmp")
-        fresh.write_text(json.dumps(content, indent=1))
-        fresh.replace(path)
+        write_private(path, json.dumps(content, indent=1))
     except OSError as problem:
         if not _told_unwritable:
             _told_unwritable = True
             why = "Not a directory" if os.path.isfile(path.parent) else problem.strerror
-            print(f"glm5-shim: cannot write {path} ({why}); set GLM5_SHIM_STATE_DIR", file=sys.stderr)
+            process.say(f"cannot write {path} ({why}); set GLM5_SHIM_STATE_DIR")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes `text` in one rename, in a file of mode 0600. A directory that is made for it has mode 0700."""
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    fresh.replace(path)
+
+
+def command() -> list[str]:
+    """How this process was started, without what may be a secret: programs, the module of -m, names of options."""
+    words = sys.orig_argv
+    programs = [os.path.basename(word) for word in words[:2] if not word.startswith("-")]
+    module = words[words.index("-m") + 1 : words.index("-m") + 2] if "-m" in words[:4] else []
+    return programs + module + [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
 def role() -> str:
@@ -115,7 +131,7 @@ def read(state_dir: Path) -> list[dict[str, Any]]:
                 raise ValueError
             found.append(one)
         except (ValueError, TypeError, KeyError, OSError):
-            print(f"glm5-shim: {path} is not a ledger, or cannot be read: left out", file=sys.stderr)
+            process.say(f"{path} is not a ledger, or cannot be read, so it is left out")
     return sorted(found, key=lambda ledger: (ledger["started"], ledger["pid"]))
 
 

@@ -10,11 +10,11 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from shim.attention import MEMBER
 from shim.attention.backend import BLOCK_SIZE, SparseMLABackend, known
 from shim.attention.impl import Query, SparseMLAImpl
 from shim.attention.metadata import SparseMLAMetadata, SparseMLAMetadataBuilder
 from shim.kernels.sparse_mla.launch import Workspace, sparse_mla, warm_up
-from shim.patches.backend_member import MEMBER
 
 
 class TritonMLASparseMetadataBuilder(SparseMLAMetadataBuilder):

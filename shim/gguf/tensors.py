@@ -32,8 +32,8 @@ def weights(
 
     Quantised tensors come as `dtype`, F32, F16 and BF16 as they are. `nextn=False` leaves out the NextN blocks. The
     indexers of layers that share a selection are left out, as they are from GLM-5.2's own checkpoint.
-    kept: GGUF names of tensors that stay quantised (`shim.gguf.plan`). They come as `<name>.qweight_type`, a scalar,
-    and then `<name>.qweight`, uint8 rows that lie in the memory-mapped file.
+    kept: GGUF names of tensors that stay quantised (`shim.gguf.quantised_layers`). They come as `<name>.qweight_type`,
+    a scalar, and then `<name>.qweight`, uint8 rows that lie in the memory-mapped file.
     Raises GGUFProblem, before the first tensor, unless the file is complete and every shape is right.
     """
     config = hf_config(model)

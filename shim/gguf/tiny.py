@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from shim.gguf import tiny_tokenizer
-from shim.gguf.kquants import quantize
+from shim.gguf.quantize import quantize
 
 Tensors = dict[str, tuple[np.ndarray, Type]]  # GGUF name -> (float32 values in torch order, type in the file)
 

@@ -18,7 +18,6 @@ import argparse
 import importlib
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -29,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import shim
-from shim.kernels import model
+from shim.kernels import roofline
+from shim.kernels.stopwatch import refusal
 
 SCHEMA = 1
 PLOT_HINT = "no plot: pip install 'glm5-shim[bench]' (matplotlib), then python -m shim.kernels.bench --plot {}"
@@ -53,14 +53,14 @@ class Record:
     missing: dict[str, str]  # native kernels that did not run, and why
     times_native: float | None  # ours_us / native_us
     error: float | None  # of ours, relative to float64; top-k: share of rows that are not exact
-    bytes: float  # counted: `model.Work`
+    bytes: float  # counted: `roofline.Work`
     flops: float
     ceiling_us: float | None  # what the bytes or the FLOPs take at this card's measured ceiling
     ceiling: str | None  # gather | copy | mma
     of_ceiling: float | None  # ceiling_us / ours_us; above 1 where rows are shared or come from L2
     configuration: str | None  # from tune.py, on this card
     problem: str | None
-    floor_us: float  # these: of an RTX PRO 6000, by `model`, not measured
+    floor_us: float  # these: of an RTX PRO 6000, by `roofline`, not measured
     predicted_us: float
     predicted_bound: str
     predicted_configuration: str
@@ -79,7 +79,7 @@ class Measured:
     gather_us: float | None = None
 
 
-def _sparse_mla(work: model.Work) -> Measured:
+def _sparse_mla(work: roofline.Work) -> Measured:
     from shim.kernels.sparse_mla import bench, native
 
     assert work.heads is not None
@@ -89,7 +89,7 @@ def _sparse_mla(work: model.Work) -> Measured:
     return Measured(row["ours_us"], natives, missing, row["error"], row["plan"], row["gather_us"])
 
 
-def _indexer(work: model.Work) -> Measured:
+def _indexer(work: roofline.Work) -> Measured:
     import torch
 
     from shim.kernels.indexer import bench, tune
@@ -109,7 +109,7 @@ def _indexer(work: model.Work) -> Measured:
     return Measured(row["ours_us"], natives, missing, row["error"], configuration)
 
 
-def _topk(work: model.Work) -> Measured:
+def _topk(work: roofline.Work) -> Measured:
     import torch
 
     from shim.kernels import host
@@ -127,14 +127,16 @@ def _topk(work: model.Work) -> Measured:
 _BY_KERNEL = {"sparse_mla": _sparse_mla, "indexer_prefill": _indexer, "indexer_paged": _indexer, "topk": _topk}
 
 
-def measure(work: model.Work) -> Measured:
+def measure(work: roofline.Work) -> Measured:
     import torch
 
     torch.cuda.empty_cache()
     return _BY_KERNEL[work.kernel](work)
 
 
-def record(work: model.Work, prediction: dict[str, Any], got: Measured | Exception, ceilings: dict[str, Any]) -> Record:
+def record(
+    work: roofline.Work, prediction: dict[str, Any], got: Measured | Exception, ceilings: dict[str, Any]
+) -> Record:
     """`ceilings`: "copy_gb_s", and "mma_tflop_s" by type, None where it could not be measured."""
     failed = isinstance(got, Exception)
     found = None if isinstance(got, Exception) else got
@@ -168,10 +170,10 @@ def record(work: model.Work, prediction: dict[str, Any], got: Measured | Excepti
 
 
 def run(
-    works: list[model.Work],
+    works: list[roofline.Work],
     predictions: list[dict[str, Any]],
     document: dict[str, Any],
-    measure: Callable[[model.Work], Measured],
+    measure: Callable[[roofline.Work], Measured],
     done: Callable[[], None],
 ) -> None:
     """Measures `works`, and adds a record of each to the document. `done` is called after each."""
@@ -184,7 +186,7 @@ def run(
         row = record(work, prediction, got, document["ceilings"])
         document["records"].append(asdict(row))
         if isinstance(got, Measured) and got.gather_us and work.keep is None:
-            gathered = work.tokens * model.TOPK * model.ROW_BYTES[work.dtype] / got.gather_us / 1e3
+            gathered = work.tokens * roofline.TOPK * roofline.ROW_BYTES[work.dtype] / got.gather_us / 1e3
             best: dict[str, float] = document["ceilings"].setdefault("gather_gb_s", {})
             best[work.dtype] = round(max(best.get(work.dtype, 0.0), gathered), 1)
         print(line(row), flush=True)
@@ -204,7 +206,7 @@ def ceilings() -> tuple[dict[str, Any], list[str]]:
     """What this card does at best: a copy of 1 GiB, and dense products of 8,192^3 by torch; and what went wrong."""
     import torch
 
-    from shim.kernels.sparse_mla.bench import time_us
+    from shim.kernels.stopwatch import time_us
 
     found: dict[str, Any] = {"copy_gb_s": None, "mma_tflop_s": {"bf16": None, "fp8": None}}
     problems = []
@@ -259,19 +261,6 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def refusal() -> str | None:
-    """Why nothing can be measured here."""
-    try:
-        import torch
-    except ImportError as problem:
-        return f"nothing to measure: {problem}"
-    if not torch.cuda.is_available():
-        return "no CUDA GPU here, so nothing to measure (python -m shim.kernels.model needs none)"
-    if os.environ.get("TRITON_INTERPRET"):
-        return "TRITON_INTERPRET is set: unset it to measure kernels"
-    return None
 
 
 def without_natives() -> str | None:
@@ -373,16 +362,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
             print(problem, file=sys.stderr)
             return 1
         return 0 if draw(document, args.plot) else 1
-    if why := refusal() or model.unwritable(args.out):
+    if why := refusal() or roofline.unwritable(args.out):
         print(why, file=sys.stderr)
         return 1
-    works = [work for work in model.cases(args.quick) if work.kernel in args.only]
-    predicted, problems = model.predictions(works, not args.no_compile)
+    works = [work for work in roofline.cases(args.quick) if work.kernel in args.only]
+    predicted, problems = roofline.predictions(works, not args.no_compile)
     problems += [why for why in [without_natives()] if why]
     measured, more = ceilings()
     document = {
         "schema": SCHEMA, "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine(),
-        "ceilings": measured, "model_card": asdict(model.RTX_PRO_6000), "records": [], "problems": problems + more,
+        "ceilings": measured, "model_card": asdict(roofline.RTX_PRO_6000), "records": [], "problems": problems + more,
     }  # fmt: skip
     for text in (json.dumps(document["machine"]), json.dumps(measured), *document["problems"]):
         print(text, flush=True)

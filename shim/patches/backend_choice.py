@@ -12,13 +12,12 @@ Delete: with backend_member.
 from __future__ import annotations
 
 import inspect
-import logging
 from types import ModuleType
 from typing import Any
 
-from shim import ledger, upstream
+from shim import ledger, process, upstream
+from shim.attention import MEMBER
 from shim.patch import Patch, Verdict
-from shim.patches.backend_member import MEMBER
 
 NAME = "backend_choice"
 SYMBOL = "_get_backend_priorities"
@@ -28,7 +27,6 @@ HANG = (
     "FLASHINFER_MLA_SPARSE_SM120 is reported to hang under load on capability 12.x (vllm#51921, vllm#54929): "
     f"if requests stall, start with --attention-backend {MEMBER}"
 )
-log = logging.getLogger(__name__)
 
 
 def probe(module: ModuleType) -> Verdict:
@@ -66,7 +64,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
     def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
         path: str = choose(cls, *args, **kwargs)
         if NATIVE in path and _major(cls.get_device_capability()) == 12:
-            log.warning(HANG)
+            process.log.warning(HANG)
         return path
 
     return {SYMBOL: _get_backend_priorities, CHOICE: classmethod(get_attn_backend_cls)}
@@ -81,7 +79,7 @@ PATCH = Patch(
     target="vllm.platforms.cuda",
     replaces=(SYMBOL, CHOICE),
     why="no backend takes sparse MLA on capability 12.x up to vLLM 0.23; the one of 0.24 and later hangs under load",
-    upstream="vllm#38006, vllm#51921: delete with backend_member",
+    delete="vllm#38006, vllm#51921: delete with backend_member",
     tested="an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     needs=("backend_member",),
     probe=probe,

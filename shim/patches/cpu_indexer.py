@@ -55,7 +55,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
         if self.dtype == torch.uint8:
             return backend(self)
-        from shim.attention.indexer_cpu import ReferenceIndexerBackend
+        from shim.indexer.cpu import ReferenceIndexerBackend
 
         return ReferenceIndexerBackend
 
@@ -71,7 +71,7 @@ PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.models.deepseek_v2",
     why="the indexer's fp8 quantisation and key cache need a GPU",
-    upstream="none; delete when vLLM's CPU sparse indexer runs glm_moe_dsa",
+    delete="none; delete when vLLM's CPU sparse indexer runs glm_moe_dsa",
     tested="0.28.0, 0.32.0",
     probe=probe,
     apply=apply,

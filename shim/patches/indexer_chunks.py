@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from shim import ledger, upstream
-from shim.attention import indexer_choice
+from shim.indexer import choice
 from shim.patch import Patch, Verdict
 
 NAME = "indexer_chunks"
@@ -58,7 +58,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = original(self, *args, **kwargs)
-        if not indexer_choice.logits_are_ours():
+        if not choice.logits_are_ours():
             ledger.idle(NAME, "the indexer's logits are vLLM's own")
         elif metadata.prefill is not None:
             metadata.prefill.chunks = [part for chunk in metadata.prefill.chunks for part in cut(chunk)]
@@ -91,7 +91,7 @@ PATCH = Patch(
     target="vllm.v1.attention.backends.mla.indexer",
     replaces=(SYMBOL,),
     why="up to 0.18 the indexer's logits of a whole prefill chunk are held at once: 32 GiB at 1M tokens",
-    upstream="fixed in 0.19: delete when 0.18 is no longer supported",
+    delete="fixed in 0.19: delete when 0.18 is no longer supported",
     tested="sources of 0.16.0 and 0.18.1",
     probe=probe,
     apply=apply,

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from shim import ledger, upstream
-from shim.attention import indexer_choice
+from shim.indexer import choice
 from shim.patch import Patch, Verdict
 
 NAME = "indexer_graphs"
@@ -34,7 +34,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
     original = upstream.raw(module, SYMBOL).__func__
 
     def get_cudagraph_support(cls: type, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        if not indexer_choice.logits_are_ours():
+        if not choice.logits_are_ours():
             ledger.idle(NAME, "the indexer's logits are vLLM's own")
             return original(cls, vllm_config, kv_cache_spec)
         ledger.used(NAME)
@@ -48,7 +48,7 @@ PATCH = Patch(
     target="vllm.v1.attention.backends.mla.indexer",
     replaces=(SYMBOL,),
     why="0.18 switches CUDA graphs off where DeepGEMM is not supported",
-    upstream="fixed in 0.19: delete when 0.18 is no longer supported",
+    delete="fixed in 0.19: delete when 0.18 is no longer supported",
     tested="sources of 0.18.1",
     probe=probe,
     apply=apply,

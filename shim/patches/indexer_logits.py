@@ -2,7 +2,7 @@
 
 Why:    DeepGEMM's MQA logits have no SM120 kernels in the wheels up to 0.24 and in 0.27; the torch fallback of 0.17 and
         0.18 reads the planar key cache as if key and scale lay side by side, and is wrong in decode.
-How:    the first indexer of GLM-5 settles whose kernels run (`shim.attention.indexer_choice`: a probe proves DeepGEMM
+How:    the first indexer of GLM-5 settles whose kernels run (`shim.indexer.choice`: a probe proves DeepGEMM
         first). If ours, the op's own globals lead to them: prefill and paged logits, and `has_deep_gemm`, which its
         constructor demands. In this module alone: quantised layers and other models ask vllm.utils.deep_gemm.
 Delete: when every supported release has SM120 logits that the probe accepts.
@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 from shim import env, upstream
-from shim.attention import indexer_choice
+from shim.indexer import choice
 from shim.patch import Patch, Verdict
 
-NAME = indexer_choice.LOGITS
+NAME = choice.LOGITS
 INIT = "SparseAttnIndexer.__init__"
 _PREFILL = ["kv", "weights", "cu_seqlen_ks", "cu_seqlen_ke"]
 _PAGED = ["weights", "context_lens", "block_tables"]
@@ -71,7 +71,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         verify(module)
-        indexer_choice.settle(module.logger)
+        choice.settle(module.logger)
         build(self, *args, **kwargs)
 
     for name in _present(module):
@@ -85,10 +85,10 @@ def _logits(original: Callable[..., Any], adapter: str) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def logits(*args: Any, **kwargs: Any) -> Any:
-        if indexer_choice.logits_are_ours():
-            from shim.attention import indexer_triton
+        if choice.logits_are_ours():
+            from shim.indexer import triton
 
-            found = getattr(indexer_triton, adapter)(signature.bind(*args, **kwargs).arguments)
+            found = getattr(triton, adapter)(signature.bind(*args, **kwargs).arguments)
             if found is not None:
                 return found
         return original(*args, **kwargs)
@@ -98,7 +98,7 @@ def _logits(original: Callable[..., Any], adapter: str) -> Callable[..., Any]:
 
 def _satisfied(original: Callable[[], bool]) -> Callable[[], bool]:
     def has_deep_gemm() -> bool:
-        return indexer_choice.logits_are_ours() or original()
+        return choice.logits_are_ours() or original()
 
     return has_deep_gemm
 
@@ -116,7 +116,7 @@ PATCH = Patch(
     target="vllm.model_executor.layers.sparse_attn_indexer",
     replaces=(INIT,),
     why="DeepGEMM's indexer logits do not run on SM120 up to 0.24 and in 0.27; the fallback of 0.17 and 0.18 is wrong",
-    upstream="vllm#54929: delete when every supported release has SM120 logits that the probe accepts",
+    delete="vllm#54929: delete when every supported release has SM120 logits that the probe accepts",
     tested="an H200 with 0.26.0, 0.33.0; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,

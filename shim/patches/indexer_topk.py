@@ -4,7 +4,7 @@ Why:    `cooperative_topk` needs thread-block clusters, which SM120 lacks (0.24 
         `persistent_topk` needs up to 128 KiB of shared memory or co-resident blocks for long rows, and can hang in a
         captured graph. No short probe proves that it does not.
 How:    the ops are looked up by attribute on torch.ops._C at each call, inside an opaque op, so an attribute set there
-        is what runs: ours where `shim.attention.indexer_choice` says so, else the op itself.
+        is what runs: ours where `shim.indexer.choice` says so, else the op itself.
 Delete: when every supported release has a top-k for SM120 at a context of 1M.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from shim.attention import indexer_choice
+from shim.indexer import choice
 from shim.patch import Patch, Verdict
 
-NAME = indexer_choice.TOPK
+NAME = choice.TOPK
 OPS = "torch.ops._C."
 ALWAYS = ("top_k_per_row_prefill", "top_k_per_row_decode")  # in every release
 # op: (the adapter's name, number of arguments)
@@ -61,10 +61,10 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 def _topk(original: Callable[..., Any], adapter: str) -> Callable[..., Any]:
     def topk(*args: Any, **kwargs: Any) -> Any:
-        if indexer_choice.topk_is_ours() and not kwargs:
-            from shim.attention import indexer_triton
+        if choice.topk_is_ours() and not kwargs:
+            from shim.indexer import triton
 
-            if getattr(indexer_triton, adapter)(*args):
+            if getattr(triton, adapter)(*args):
                 return None
         return original(*args, **kwargs)
 
@@ -83,7 +83,7 @@ PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.layers.sparse_attn_indexer",
     why="vLLM's top-k needs clusters or 128 KiB of shared memory, which SM120 lacks: it fails or hangs on long rows",
-    upstream="vllm#54110, vllm#47164: delete when every supported release has a top-k for SM120 at 1M tokens",
+    delete="vllm#54110, vllm#47164: delete when every supported release has a top-k for SM120 at 1M tokens",
     tested="an H200 with 0.26.0, 0.33.0; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from shim import ledger, upstream
+from shim.attention import MEMBER
 from shim.patch import Patch, Verdict
-from shim.patches.backend_member import MEMBER
 
 NAME = "kv_cache_dtype"
 SYMBOL = "MLAAttention.__init__"
@@ -76,7 +76,7 @@ PATCH = Patch(
     target="vllm.model_executor.layers.attention.mla_attention",
     replaces=(SYMBOL,),
     why="--kv-cache-dtype fp8 must become fp8_ds_mla for our backend; vLLM maps it by the names of its own",
-    upstream="vllm#47629: delete with backend_member",
+    delete="vllm#47629: delete with backend_member",
     tested="an H200 with 0.26.0; sources of 0.16.0, 0.23.0, 0.33.0",
     needs=("backend_member",),
     probe=probe,

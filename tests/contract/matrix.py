@@ -22,7 +22,7 @@ from typing import Any
 
 import wheels
 
-from shim import wrap
+from shim import upstream
 from shim.patches import PATCHES
 
 SNAPSHOTS = Path(__file__).with_name("snapshots.json")
@@ -86,13 +86,13 @@ ON = (
     _COMMON
     + """
 found, details, loose = {}, {}, []
-for record in activate.engine().records.values():
+for record in process.engine().records.values():
     patch = record.patch
     found[patch.name], details[patch.name] = record.state.value, record.detail
     if found[patch.name] == "applied":
         loose += [s for s in patch.replaces if not str(getattr(held(patch, s), "__module__", "")).startswith("shim.")]
 try:
-    activate.check()  # identity of what was replaced, and of every loaded copy of it
+    process.check()  # identity of what was replaced, and of every loaded copy of it
     gate = ""
 except Exception as problem:
     gate = str(problem)
@@ -198,7 +198,7 @@ def main(argv: list[str]) -> int:
         found = dict(zip(versions, pool.map(examine, versions), strict=True))
     bad = False
     for version, one in found.items():
-        refused = wrap.unsupported(version)
+        refused = upstream.unsupported(version)
         cells = list(one["cells"].values())
         print(f"{version}: " + ", ".join(f"{cells.count(c)} {c}" for c in dict.fromkeys(cells)), flush=True)
         for line in one["problems"]:

@@ -12,12 +12,12 @@ from shim import upstream
 def owner(record, symbol):
     found = upstream.raw(sys.modules[record.patch.target], symbol)
     return getattr(getattr(found, "__func__", found), "__module__", "?")
-records = [r for r in activate.engine().records.values() if not r.patch.target.endswith("platforms.cuda")]  # needs CUDA
+records = [r for r in process.engine().records.values() if not r.patch.target.endswith("platforms.cuda")]  # needs CUDA
 for record in records:
     importlib.import_module(record.patch.target)
 first = states()
 activate.activate()
-activate.check()
+process.check()
 owners = {r.patch.name: [owner(r, s) for s in r.patch.replaces] for r in records}
 say({"first": first, "second": states(), "owners": owners})
 """

@@ -39,12 +39,12 @@ found = {
 }
 os.environ["GLM5_SHIM_ASSUME_CAPABILITY"] = "12.0"
 found["9.0 assumed 12.0"] = names(9, 0)
-for target in dict.fromkeys(r.patch.target for r in activate.engine().records.values()):
+for target in dict.fromkeys(r.patch.target for r in process.engine().records.values()):
     if target != "vllm.platforms.cpu":  # on a GPU machine nothing imports it
         importlib.import_module(target)
 found["states"] = states()
 activate.activate()
-activate.check()
+process.check()
 found["states after a second activation"] = states()
 say(found)
 """

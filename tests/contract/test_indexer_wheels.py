@@ -19,12 +19,12 @@ import torch
 import vllm.model_executor.layers.sparse_attn_indexer as op
 import vllm.v1.attention.backends.mla.indexer as builder
 import vllm.utils.deep_gemm as deep_gemm
-from shim.attention import indexer_choice
+from shim.indexer import choice
 
 found = {"states": states()}
-found["llama"] = [surface.build_indexer("llama"), indexer_choice.logits_are_ours(), indexer_choice.topk_is_ours()]
+found["llama"] = [surface.build_indexer("llama"), choice.logits_are_ours(), choice.topk_is_ours()]
 found["ctor"] = surface.build_indexer()
-found["ours"] = [indexer_choice.logits_are_ours(), indexer_choice.topk_is_ours()]
+found["ours"] = [choice.logits_are_ours(), choice.topk_is_ours()]
 found["has_deep_gemm"] = [m.has_deep_gemm() for m in (op, builder, deep_gemm) if hasattr(m, "has_deep_gemm")]
 found["wrong"] = {}
 for next_n in (1, 2):
@@ -62,7 +62,7 @@ if states()["indexer_chunks"] == "applied":
 
 found["graphs"] = builder.DeepseekV32IndexerMetadataBuilder.get_cudagraph_support(
     surface.SimpleNamespace(speculative_config=None, num_speculative_tokens=0), None).name
-activate.check()
+process.check()
 say(found)
 """
 

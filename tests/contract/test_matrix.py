@@ -8,7 +8,7 @@ import matrix
 import pytest
 import wheels
 
-from shim import wrap
+from shim import upstream
 from shim.patches import PATCHES
 
 ERAS = wheels.some("0.16.0", "0.19.1", "0.23.0", "0.33.0", more=("0.26.0",))
@@ -24,7 +24,7 @@ def test_every_patch_stands(release):
     assert found["problems"] == []
     assert set(found["cells"]) == {p.name for p in PATCHES}
     assert set(found["cells"].values()) <= set(matrix.GOOD)
-    assert not wrap.unsupported(version)
+    assert not upstream.unsupported(version)
 
 
 def test_the_snapshots_know_what_is_replaced(release):

@@ -29,11 +29,11 @@ for name in ("torchvision", "torchaudio", "torchcodec"):
     sys.modules.setdefault(name, None)
 for name in STANDINS:
     sys.modules[name] = types.ModuleType(name)
-from shim import activate
+from shim import activate, process
 def say(value):
     print("@@" + json.dumps(value))
 def states():
-    return {r.patch.name: r.state.value for r in activate.engine().records.values()}
+    return {r.patch.name: r.state.value for r in process.engine().records.values()}
 """
 
 

@@ -19,7 +19,7 @@ def state(worker: object = None) -> dict[str, object]:
     import os
     import sys
 
-    shim = sys.modules.get("shim.activate")
+    shim = sys.modules.get("shim.process")
     engine = shim.engine() if shim else None
     return {
         "pid": os.getpid(),

@@ -61,7 +61,7 @@ def test_workers_that_were_started_without_the_shim_load_the_model_with_it(place
     model = write_tiny(place / kind)
     env = server_env(GLM5_SHIM_STATE_DIR=str(place / f"state-{kind}"), RAY_ADDRESS=address, **NO_TOKEN)
     env |= _python_path()
-    command = [sys.executable, "-m", "shim.cli", "wrap", sys.executable, str(DRIVER), kind, str(model)]
+    command = [sys.executable, "-m", "shim.commands.cli", "wrap", sys.executable, str(DRIVER), kind, str(model)]
     done = subprocess.run(command, env=env, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     before, after = json.loads(done.stdout.splitlines()[-1])

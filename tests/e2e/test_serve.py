@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shim.demo import ask, server
+from shim.commands.demo import ask, server
 
 ROOT = Path(__file__).parents[2]
 VLLM = os.path.join(sys.prefix, "bin", "vllm")

@@ -15,8 +15,8 @@ def work():
     for target in dict.fromkeys(p.target for p in PATCHES):
         if target != "vllm.platforms.cuda":  # needs CUDA
             importlib.import_module(target)
-    from shim import activate, ledger
-    activate.check()
+    from shim import activate, ledger, process
+    process.check()
     ledger.flush()
     return os.getpid()
 
@@ -52,7 +52,7 @@ def test_every_child_has_a_ledger_with_every_required_patch(python, ledgers, tmp
             assert states[name] == "applied", (role, name)
     assert by_pid[int(pids["inspection"])]["role"] == "model inspection"
     # as __main__ the target itself has no import to hook, but vLLM's package was imported, and patched
-    (module,) = [one for one in by_pid.values() if "vllm.v1.attention.backends.registry" in one["argv"]]
+    (module,) = [one for one in by_pid.values() if "vllm.v1.attention.backends.registry" in one["command"]]
     assert [p["state"] for p in module["patches"] if p["name"] == "cpu_packaging"] in (["applied"], ["unneeded"])
 
 
@@ -93,10 +93,10 @@ import sys
 import vllm.v1.worker.worker_base as first
 del sys.modules[first.__name__]
 import vllm.v1.worker.worker_base as second
-from shim import activate
+from shim import process
 assert first is not second
 try:
-    activate.check()
+    process.check()
     print("passes")
 except RuntimeError as problem:
     print(problem)

@@ -13,7 +13,7 @@ for name in ("torchvision", "torchaudio", "torchcodec"):
 from vllm.config import VllmConfig
 
 # worker_seal's replacement around a create_engine_config that needs no model
-shim, config = sys.modules.get("shim.activate"), []
+shim, config = sys.modules.get("shim.process"), []
 if shim is not None and shim.engine() is not None:
     from shim.patches import worker_seal
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from shim.demo import show
+from shim.commands.demo import show
 from shim.ledger import running
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Ready).se
 DEMO = """
 import sys
 from pathlib import Path
-from shim.demo import server
+from shim.commands.demo import server
 with server([sys.executable, sys.argv[1]], Path("model"), Path(sys.argv[2]), 60):
     print("up", flush=True)
     sys.stdin.read()

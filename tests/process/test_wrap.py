@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def wrap(python):
     def run(*command: str, **env: str):
-        return python("-m", "shim.cli", "wrap", *command, **({"PYTHONPATH": str(ROOT)} | env))
+        return python("-m", "shim.commands.cli", "wrap", *command, **({"PYTHONPATH": str(ROOT)} | env))
 
     return run
 
@@ -43,7 +43,7 @@ def test_it_is_the_same_process(clean_env, tmp_path):
 
     code = "import os; print(os.getpid())"
     process = subprocess.Popen(
-        [sys.executable, "-m", "shim.cli", "wrap", sys.executable, "-c", code],
+        [sys.executable, "-m", "shim.commands.cli", "wrap", sys.executable, "-c", code],
         env=clean_env | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
@@ -88,7 +88,7 @@ def test_it_warns_of_another_interpreter(wrap, tmp_path):
 
 def test_it_warns_of_another_interpreter_behind_a_link_a_space_or_a_starter(tmp_path):
     """Not run: what another environment has is of no matter."""
-    from shim.wrap import warnings
+    from shim.commands.wrap import warnings
 
     venv = tmp_path / "other venv"
     (venv / "bin").mkdir(parents=True)
@@ -158,14 +158,15 @@ def test_no_warning_without_reason(wrap):
 def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, installed, said):
     from click.testing import CliRunner
 
-    from shim import wrap
-    from shim.cli import main
+    from shim import upstream
+    from shim.commands import wrap
+    from shim.commands.cli import main
 
     for name in [name for name in os.environ if name.startswith("GLM5_SHIM")]:
         monkeypatch.delenv(name)
     ran = []
-    monkeypatch.setattr(wrap, "version", lambda name: installed)
-    monkeypatch.setattr(wrap, "UNSUPPORTED", {"0.16.1": "its registry is another"})
+    monkeypatch.setattr(upstream, "version", lambda name: installed)
+    monkeypatch.setattr(upstream, "UNSUPPORTED", {"0.16.1": "its registry is another"})
     monkeypatch.setattr(wrap.os, "execve", lambda *arguments: ran.append(arguments))
     done = CliRunner().invoke(main, ["wrap", "true"])
     assert done.stderr == (f"glm5-shim: {said}\n" if said else "")
@@ -173,7 +174,8 @@ def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, install
 
 
 def test_ray_workers_get_the_shims_variables_and_the_users(clean_env):
-    from shim import env, wrap
+    from shim import env
+    from shim.commands import wrap
 
     found = wrap.environment({"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": "MINE,GLM5_SHIM"})["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]
     names = found.split(",")

@@ -70,11 +70,13 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
 @pytest.fixture
 def switch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """`switch_on(patch, ...)`: the process's engine, armed with these patches; their targets are stubs already."""
-    from shim import activate
+    from shim import process
+    from shim.activate import Seal
 
     def on(*patches: Patch, skip: frozenset[str] = frozenset()) -> Engine:
         engine = Engine(patches, skip)
-        monkeypatch.setattr(activate, "_engine", engine)
+        monkeypatch.setattr(process, "_engine", engine)
+        monkeypatch.setattr(process, "_seal", Seal(engine.seal))
         engine.arm()
         return engine
 

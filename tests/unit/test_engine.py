@@ -12,8 +12,7 @@ import pytest
 import wrapt
 
 from shim.engine import Engine
-from shim.latch import ShimError
-from shim.patch import Patch, State, Verdict
+from shim.patch import Patch, ShimError, State, Verdict
 
 SOURCE = """
 def answer():
@@ -41,7 +40,7 @@ def patch(target: str, **changes) -> Patch:
         "name": "one",
         "target": target,
         "why": "a test",
-        "upstream": "none",
+        "delete": "never",
         "tested": "here",
         "replaces": ("answer",),
         "probe": lambda module: Verdict.apply(),

@@ -28,7 +28,7 @@ def test_compiled_code_runs_the_replacement(write_module, symbol):
         name="one",
         target=name,
         why="",
-        upstream="",
+        delete="",
         tested="",
         replaces=(symbol,),
         probe=lambda module: Verdict.apply(),

@@ -26,10 +26,9 @@ from typing import Any
 import torch
 import triton
 
-from shim.kernels.bench import refusal
 from shim.kernels.host import sm_count
 from shim.kernels.indexer import launch, reference, tune
-from shim.kernels.sparse_mla.bench import time_us
+from shim.kernels.stopwatch import refusal, time_us
 
 PAGES = 64 * 131_072 // 64  # 64 requests of 128K keys: 1.1 GB
 Run = Callable[[], torch.Tensor]

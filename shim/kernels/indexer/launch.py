@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from shim.kernels import interpreter
 from shim.kernels.host import Compiled, Form, Launch, form, sm_count
 from shim.kernels.indexer import kernel, tune
 from shim.kernels.indexer.reference import BLOCK, DIM, FP8_TOKEN_BYTES
-from shim.kernels.sparse_mla import launch as _  # noqa: F401 - mends bf16 under the interpreter
 
 FP8 = torch.float8_e4m3fn
 INTERPRETED = (12, 0)  # what a CPU under the interpreter counts as
+interpreter.mend()
 compiled = Compiled("indexer", kernel.mqa_keep_keys, kernel.mqa_keep_queries, kernel.paged_mqa)
 
 

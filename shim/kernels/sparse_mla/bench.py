@@ -16,9 +16,8 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,13 @@ from typing import Any
 import torch
 import triton
 
-from shim.kernels.bench import refusal
 from shim.kernels.host import sm_count
 from shim.kernels.sparse_mla import kernel, launch, native, reference, tune
 from shim.kernels.sparse_mla.overlap import overlapping_sets
+from shim.kernels.stopwatch import Run, refusal, time_us
 
 COLUMNS, PAGE, ROWS, SCALE = 2048, 64, 262_144, 576**-0.5
-SETS, REPEATS = 4, 24
-Run = Callable[[], Any]
+SETS = 4
 
 
 class Case:
@@ -92,32 +90,6 @@ class Case:
             lse_error = ((self.lse[some] - want_lse).abs() / (1 + want_lse.abs())).max().item()
             assert lse_error < 1e-5, f"lse is off by {lse_error:.2e}"
         return float((got[some].double() - want).norm() / want.norm())
-
-
-def time_us(runs: list[Run], graph: bool = True) -> float:
-    """Median over replays (or calls) of the runs in turn."""
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    if graph:
-        graphs = []
-        for run in runs:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                run()
-            graphs.append(captured)
-        runs = [g.replay for g in graphs]
-    spill = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")  # several times L2, written before each timing
-    times = []
-    for i in range(REPEATS + 3):
-        spill.fill_(i)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        runs[i % len(runs)]()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return float(statistics.median(times[3:]))
 
 
 def compare(tokens: int, heads: int, kv: str, keep: float | None = None) -> dict[str, Any]:

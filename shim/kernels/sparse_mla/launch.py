@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from shim.kernels import interpreter
 from shim.kernels.host import Compiled, Form, Launch, form, sm_count
-from shim.kernels.sparse_mla import interpret, kernel, tune, union
+from shim.kernels.sparse_mla import kernel, tune, union
 from shim.kernels.sparse_mla.reference import FP8_ROW_BYTES, LATENT, ROPE, ROW
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _TYPES = (torch.bfloat16, torch.float16)
 compiled = Compiled("sparse_mla", kernel.attend, kernel.merge, union.look, union.mark, union.emit)
 
-if triton.knobs.runtime.interpret:
-    interpret.install()
+interpreter.mend()
 
 
 class Workspace:

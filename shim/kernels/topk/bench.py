@@ -15,9 +15,7 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,14 +24,13 @@ from typing import Any
 import torch
 import triton
 
-from shim.kernels.bench import refusal
 from shim.kernels.host import sm_count
+from shim.kernels.stopwatch import Run, refusal, time_in_turn_us
 from shim.kernels.topk import launch, tune
 
-K, SETS, REPLAYS = 2048, 4, 15
+K, SETS = 2048, 4
 DECODE = [(m, n) for m in (1, 4, 8, 64) for n in (8192, 65_536, 131_072)] + [(1, 1 << 20), (8, 1 << 20)]
 PREFILL = [(4096, 16_384), (4096, 65_536)]
-Run = Callable[[], Any]
 
 
 class Case:
@@ -82,38 +79,19 @@ class Case:
 NATIVE = ("persistent_topk", "cooperative_topk", "top_k_per_row_decode", "top_k_per_row_prefill")
 
 
-def time_us(runs: list[Run]) -> float:
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    times = []
-    for _ in range(REPLAYS + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(runs))
-    return float(statistics.median(times[3:]))
-
-
 def compare(rows: int, columns: int, kind: str) -> dict[str, Any]:
     """One line of the table."""
     case = Case(rows, columns, kind)
     plan = tune.plan(rows, columns, sm_count(case.out.device))
     line: dict[str, Any] = {"rows": rows, "columns": columns, "kind": kind, "parts": plan.parts}
-    line["ours_us"] = time_us(case.ours())
+    line["ours_us"] = time_in_turn_us(case.ours())
     line["ours_exact"] = case.agreement()
     for name in NATIVE:
         if (rows > 64) != name.endswith("prefill") or (name == "cooperative_topk" and rows > 32):
             continue
         try:
             case.out.fill_(-1)
-            line[f"{name}_us"] = time_us(case.native(name))
+            line[f"{name}_us"] = time_in_turn_us(case.native(name))
             line[f"{name}_exact"] = case.agreement()
         except Exception as error:  # not in this vLLM, or not for this case: said in the JSON
             line[name] = f"{type(error).__name__}: {error}"[:120]
@@ -164,7 +142,7 @@ def sweep() -> list[dict[str, Any]]:
             for count in sorted(parts):
                 plan = dataclasses.replace(plan, parts=count)
                 try:
-                    us = time_us(case.ours(plan))
+                    us = time_in_turn_us(case.ours(plan))
                 except Exception as problem:
                     print(f"  {plan}: {type(problem).__name__}: {problem}"[:160], flush=True)
                     break

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from shim.gguf import files
 from shim.gguf.files import GGUFProblem, WrongArchitecture, fingerprint, is_gguf, open_model
+from shim.gguf.preflight import is_ours, names_gguf, problem_with
 from shim.gguf.tiny import write_gguf
-from shim.preflight import is_ours, names_gguf, problem_with
 
 
 def problem(path: Path | str) -> str:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from shim import preflight
+from shim import upstream
+from shim.gguf import preflight
 from shim.gguf.tiny import Shape, add_metadata, tiny_metadata
 
 HIDDEN, VOCAB, MERGES, EXPERTS = 6144, 154880, 321649, 256
@@ -114,7 +115,7 @@ def say():
         peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     print(time.process_time(), peak / 2**10, file=sys.stderr)
 atexit.register(say)
-from shim.cli import main
+from shim.commands.cli import main
 main()
 """
 
@@ -139,7 +140,7 @@ def test_the_command_takes_seconds_and_little_memory(first_part):
 
 
 def test_sixteen_ranks_would_cut_blocks(first_part, monkeypatch):
-    monkeypatch.setattr(preflight, "others_serve_gguf", lambda: True)
+    monkeypatch.setattr(upstream, "others_serve_gguf", lambda: True)
     begin = time.monotonic()
     assert preflight.problem_with(str(first_part), ["vllm", "serve", "-tp", "8"]) is None
     said = preflight.problem_with(str(first_part), ["vllm", "serve", "-tp", "16"])
@@ -154,7 +155,7 @@ def test_sixteen_ranks_would_cut_blocks(first_part, monkeypatch):
 
 def test_more_experts_on_a_rank_than_32_bits_count(first_part, monkeypatch):
     """Q4_K's 256 experts of GLM-5 on one rank: an illegal memory access on an H200 (0.26.0, the plugin's kernels)."""
-    monkeypatch.setattr(preflight, "others_serve_gguf", lambda: True)
+    monkeypatch.setattr(upstream, "others_serve_gguf", lambda: True)
     said = preflight.problem_with(str(first_part), ["vllm", "serve"])
     assert said == (
         "tensor-parallel size 1 leaves 3.6 GB of experts of blk.3.ffn_gate_exps.weight's layer to a rank; vLLM's GGUF "

@@ -75,7 +75,8 @@ def test_geometry_follows_the_arguments(tmp_path):
 
 def test_the_folder_knows_nothing_of_vllm_and_opens_without_torch():
     script = (
-        "import sys; import shim.gguf.files, shim.gguf.config, shim.gguf.names, shim.gguf.report, shim.gguf.directory;"
+        "import sys; import shim.gguf.files, shim.gguf.config, shim.gguf.names, shim.gguf.hf_directory;"
+        "import shim.commands.gguf;"
         "print([m for m in ('vllm', 'torch', 'transformers', 'tokenizers', 'shim.engine') if m in sys.modules])"
     )
     run = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(FOLDER.parents[1]), *sys.path]!r}; {script}"]

@@ -107,7 +107,7 @@ def transformers_own(tiny_model, tmp_path_factory):
     """As vLLM loads it."""
     from transformers import AutoTokenizer
 
-    from shim.gguf.directory import hf_directory
+    from shim.gguf.hf_directory import hf_directory
 
     return AutoTokenizer.from_pretrained(hf_directory(tiny_model, tmp_path_factory.mktemp("cache")))
 

@@ -1,0 +1,1 @@
+"""The command line: `cli.py` has the click commands, and each subcommand has a file of its own."""

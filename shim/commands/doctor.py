@@ -1,0 +1,238 @@
+"""Is this machine ready? A first set of checks; each answers ok, warning, problem or skipped, why, and the mend.
+
+A check that raises is a problem itself, never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shim import env, ledger, process, upstream
+from shim.attention import MEMBER
+from shim.patch import State
+from shim.patches.backend_choice import HANG
+
+
+@dataclass(frozen=True)
+class Finding:
+    status: str  # ok | warning | problem | skipped
+    why: str
+    mend: str = ""
+
+
+def examine(names: Sequence[str]) -> dict[str, Any]:
+    """Runs the named checks: `{"ok": bool, "checks": [{"name", "status", "why", "mend"}]}`."""
+    rows = []
+    for name in names:
+        try:
+            finding = CHECKS[name]()
+        except Exception as problem:
+            finding = _failure(problem)
+        rows.append({"name": name, **asdict(finding)})
+    return {"ok": all(row["status"] != "problem" for row in rows), "checks": rows}
+
+
+def _failure(problem: Exception) -> Finding:
+    if isinstance(problem, ModuleNotFoundError) and problem.name == "torch":
+        return Finding("skipped", f"no torch in {sys.prefix}")
+    return Finding("problem", f"the check itself failed: {type(problem).__name__}: {problem}")
+
+
+def check_vllm() -> Finding:
+    """Is there a vLLM that the shim supports?"""
+    found = upstream.installed()
+    if found is None:
+        return Finding("problem", f"no vLLM in {sys.prefix}", "pip install vllm, or glm5-shim[cpu] without a GPU")
+    refusal = upstream.unsupported(found)
+    if refusal:
+        return Finding("problem", refusal, "take one of the releases in README's table")
+    return Finding("ok", f"vLLM {found} in {sys.prefix}")
+
+
+def check_environment() -> Finding:
+    """Do the GLM5_SHIM_* variables make sense?"""
+    from shim.patches import PATCHES
+
+    try:
+        skipped = env.check(tuple(p.name for p in PATCHES))
+    except env.EnvProblem as problem:
+        return Finding("problem", str(problem), "correct the variable, or unset it")
+    if env.off():
+        return Finding("warning", "GLM5_SHIM_OFF=1: the shim is switched off", "unset GLM5_SHIM_OFF")
+    if env.foreign():
+        said = f"GLM5_SHIM_PYTHON={env.foreign()}: the shim stays off in this Python, {env.interpreter()}"
+        return Finding("warning", said, "unset GLM5_SHIM_PYTHON; `wrap` sets it")
+    if skipped:
+        return Finding("warning", f"left out by GLM5_SHIM_SKIP: {', '.join(sorted(skipped))}", "unset GLM5_SHIM_SKIP")
+    if env.unknown():
+        return Finding("warning", f"not variables of glm5-shim: {', '.join(env.unknown())}", "unset them")
+    return Finding("ok", "GLM5_SHIM_* variables make sense")
+
+
+def check_import_name() -> Finding:
+    """Is `import shim` ours? The name is generic, and PyPI has another."""
+    spec = importlib.util.find_spec("shim")
+    ours = process.PACKAGE
+    found = Path(spec.origin).resolve().parent if spec and spec.origin else None
+    if found != ours:
+        return Finding(
+            "problem", f"`import shim` finds {found}, not {ours}", "pip uninstall shim, then reinstall glm5-shim"
+        )
+    return Finding("ok", f"`import shim` is {ours}")
+
+
+def check_child() -> Finding:
+    """Does a child process started like vLLM's come up with every required patch?"""
+    try:
+        rows = _patch_rows()
+    except env.SwitchedOff as problem:
+        return Finding("warning", str(problem), "unset it")
+    except env.EnvProblem as problem:  # check_environment tells what to do
+        return Finding("skipped", str(problem))
+    bad = [r for r in rows if r["required"] and r["state"] in (State.FAILED.value, State.LATE.value)]
+    if bad:
+        return Finding("problem", "; ".join(f"{r['name']}: {r['detail']}" for r in bad), "glm5-shim patches shows all")
+    if all(r["state"] == State.WAITING.value for r in rows):
+        if upstream.installed() is None:
+            return Finding("skipped", f"no vLLM in {sys.prefix}")
+        return Finding("problem", "the shim did not come up in a child process", "run without python -I, -E, -S")
+    off = [r["name"] for r in rows if r["required"] and r["state"] == State.OFF.value]
+    if off:
+        said = f"left out by GLM5_SHIM_SKIP, and GLM-5 needs them unless you know better: {', '.join(off)}"
+        return Finding("warning", said, "unset GLM5_SHIM_SKIP")
+    states = [r["state"] for r in rows]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+    return Finding("ok", f"in a child process: {counts}")
+
+
+def check_directories() -> Finding:
+    """Can ledgers and the GGUF cache be written?"""
+    cache = _unwritable("GLM5_SHIM_CACHE_DIR", env.cache_dir(), "problem")
+    state = _unwritable("GLM5_SHIM_STATE_DIR", env.state_dir(), "warning")
+    return cache or state or Finding("ok", f"{env.state_dir()} and {env.cache_dir()} can be written")
+
+
+def _unwritable(name: str, path: Path, status: str) -> Finding | None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as problem:
+        return Finding(status, f"{path}: {problem.strerror}", f"set {name} to a directory that can be written")
+
+
+def check_gpu() -> Finding:
+    """Which GPU is there, and what does this version of the shim do on it?"""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("skipped", "no NVIDIA GPU is visible: GLM-5 runs with reference kernels, for demo and tests")
+    found = torch.cuda.get_device_capability()
+    what = f"{torch.cuda.get_device_name()}, capability {found[0]}.{found[1]}"
+    if found < (8, 0):
+        return Finding("problem", f"{what}: TRITON_MLA_SPARSE needs 8.0", "use a newer GPU")
+    if upstream.capability(found)[0] != 12:
+        return Finding("ok", f"{what}: vLLM's own backends come first; --attention-backend {MEMBER} takes the shim's")
+    indexer = {
+        "triton": "the indexer is the shim's",
+        "native": "the indexer is vLLM's own (GLM5_SHIM_INDEXER=native)",
+        "auto": "the indexer is vLLM's where a probe proves it, else the shim's",
+    }[env.indexer()]
+    said = f"{what}: {MEMBER} comes first; {indexer}. Nothing of this has run on SM120 hardware yet"
+    return Finding("warning", said, f"glm5-shim selftest runs the kernels here; {HANG}")
+
+
+def check_gguf() -> Finding:
+    """Do GGUF weights stay quantised on a GPU?"""
+    import torch
+
+    if upstream.others_serve_gguf():
+        return Finding("ok", "this vLLM has GGUF layers: weights stay quantised on a GPU")
+    if not torch.cuda.is_available():
+        return Finding("skipped", "no NVIDIA GPU is visible: weights are dequantised, as demo and tests have them")
+    return Finding(
+        "warning",
+        "this vLLM has no GGUF layers: weights are dequantised to 16 bits, four times the size of a 4-bit file",
+        "pip install 'vllm-gguf-plugin>=0.0.5'",
+    )
+
+
+def check_compiler() -> Finding:
+    """Is there a C++ compiler for torch.compile? Without one vLLM's CPU sampler dies at the first request."""
+    if shutil.which("g++") or shutil.which("clang++"):
+        return Finding("ok", "a C++ compiler is there")
+    return Finding(
+        "warning", "no C++ compiler: vLLM dies at the first request", "apt install g++, or TORCHDYNAMO_DISABLE=1"
+    )
+
+
+def check_bytecode() -> Finding:
+    """May Python write .pyc files? Without them every start of vLLM takes minutes."""
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        return Finding("warning", "PYTHONDONTWRITEBYTECODE is set: every start takes minutes", "unset it")
+    return Finding("ok", "bytecode is cached")
+
+
+CHECKS: dict[str, Callable[[], Finding]] = {
+    "vllm": check_vllm,
+    "environment": check_environment,
+    "import_name": check_import_name,
+    "directories": check_directories,
+    "compiler": check_compiler,
+    "bytecode": check_bytecode,
+    "gpu": check_gpu,
+    "gguf": check_gguf,
+    "child": check_child,
+}
+
+
+def patches() -> dict[str, Any]:
+    """`shim.commands.patches.patch_table`, where on a CPU wheel the module for NVIDIA's platform needs no patch: it
+    cannot be imported there and never is. EnvProblem where the variables keep the shim from coming up."""
+    from shim.commands.patches import patch_table
+    from shim.patches import PATCHES
+
+    env.check(tuple(p.name for p in PATCHES))
+    table = patch_table()
+    for row in table["patches"]:
+        if row["state"] == State.WAITING.value and row["target"] == "vllm.platforms.cuda" and upstream.cpu_wheel():
+            row |= {"state": State.UNNEEDED.value, "detail": "this vLLM is a build for CPUs, without CUDA's platform"}
+    return table
+
+
+def processes() -> dict[str, Any]:
+    """What the ledgers say, oldest process first: `{"directory", "processes": [{"pid", "role", "running", "vllm",
+    "states": {state: [patch, ..]}, "used": [patch, ..]}]}`. `vllm`: None where it was not imported. OSError if the
+    state directory is a file or cannot be read."""
+    rows = []
+    with suppress(FileNotFoundError):
+        os.listdir(env.state_dir())  # glob, which `ledger.read` uses, is silent about what it cannot list
+    for one in ledger.read(env.state_dir()):
+        states: dict[str, list[str]] = {}
+        for patch in one["patches"]:
+            states.setdefault(patch.get("state", "none"), []).append(patch["name"])
+        rows.append(
+            {
+                **{key: one[key] for key in ("pid", "role", "vllm")},
+                "running": ledger.running(one["pid"]),
+                "states": states,
+                "used": [patch["name"] for patch in one["patches"] if patch.get("used")],
+            }
+        )
+    return {"directory": str(env.state_dir()), "processes": rows}
+
+
+@cache
+def _patch_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = patches()["patches"]
+    return rows
