@@ -66,7 +66,7 @@ def check(patches: tuple[str, ...]) -> frozenset[str]:
     if os.path.exists(cache) and not os.path.isdir(cache):
         raise EnvProblem(f"GLM5_SHIM_CACHE_DIR is {os.fspath(cache)!r}; expected a directory")
     chosen = bool(os.environ.get("GLM5_SHIM_CACHE_DIR"))
-    if not chosen and os.path.isdir(cache) and os.stat(cache).st_uid not in (os.getuid(), 0):
+    if not chosen and os.path.isdir(cache) and _owner(cache) not in (os.getuid(), 0):
         raise EnvProblem(f"{os.fspath(cache)} belongs to another user; set GLM5_SHIM_CACHE_DIR to a directory of yours")
     return skip(patches)
 
@@ -165,6 +165,10 @@ def indexer() -> str:
     if value not in ("native", "triton", "auto"):
         raise EnvProblem(f"GLM5_SHIM_INDEXER is {value!r}; expected native, triton or auto")
     return value
+
+
+def _owner(path: Path) -> int:
+    return path.stat().st_uid
 
 
 def _directory(name: str, xdg: str, fallback: str) -> Path:

@@ -93,11 +93,23 @@ def write_private(path: Path, text: str) -> None:
 
 
 def command() -> list[str]:
-    """How this process was started, without what may be a secret: programs, the module of -m, names of options."""
-    words = sys.orig_argv
-    programs = [os.path.basename(word) for word in words[:2] if not word.startswith("-")]
-    module = words[words.index("-m") + 1 : words.index("-m") + 2] if "-m" in words[:4] else []
-    return programs + module + [word.partition("=")[0] for word in words if word.startswith("--")]
+    """How this process was started, without what may be a secret: the program, Python's script or module, and the names
+    of options."""
+    words = list(sys.orig_argv)
+    names = [os.path.basename(word) for word in words[:1]]
+    rest = iter(words[1:])
+    for word in rest:
+        if word in ("-X", "-W"):
+            next(rest, None)
+        elif word == "-m":
+            names += [next(rest, "")]
+            break
+        elif not word.startswith("-"):
+            names += [os.path.basename(word)]
+            break
+        elif word.startswith("-c"):
+            break
+    return names + [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
 def role() -> str:
