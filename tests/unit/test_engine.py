@@ -271,7 +271,7 @@ def test_the_ledger_file_says_it_all(target, tmp_path: Path):
 def test_an_unwritable_state_dir_costs_one_line(target, monkeypatch, capsys):
     from shim import ledger
 
-    monkeypatch.setattr(ledger, "_told_unwritable", False)
+    monkeypatch.setattr(ledger, "_reported_unwritable", False)
     monkeypatch.setenv("GLM5_SHIM_STATE_DIR", "/proc/nowhere")
     armed(patch(target))
     assert importlib.import_module(target).answer() == "ours"

@@ -123,8 +123,8 @@ def test_a_python_that_is_not_there(monkeypatch, value):
     with pytest.raises(env.EnvProblem) as refused:
         env.foreign()
     assert str(refused.value) == (
-        f"GLM5_SHIM_PYTHON is {value!r}; expected PREFIX:MAJOR.MINOR of a Python that is there, as {HERE}: unset it, "
-        "`wrap` sets it"
+        f"GLM5_SHIM_PYTHON is {value!r}; expected PREFIX:MAJOR.MINOR of a Python that exists, for example {HERE}: "
+        "unset it, because `wrap` sets it"
     )
 
 
