@@ -1,4 +1,4 @@
-"""What vLLM will be told of a GGUF, as one JSON object: the answer of `glm5-shim gguf`."""
+"""`glm5-shim gguf`: what vLLM will be told of a GGUF."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import click
+
+from shim.commands.output import print_columns
 from shim.gguf.config import hf_config
 from shim.gguf.files import Model
 from shim.gguf.memory import memory
@@ -41,3 +44,21 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
             *mixed_experts(model, config),
         ],
     }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints what `report` found, for a person."""
+    config, needs, tensors = found["config"], found["memory"], found["tensors"]
+    layers, heads, topk = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "index_topk"))
+    click.echo(f"{found['arch']}: {layers} layers, {heads} heads, top-k {topk}")
+    print_columns([(p["path"], f"{p['tensors']} tensors", f"{p['bytes']:,} bytes") for p in found["parts"]])
+    click.echo("quant types: " + ", ".join(f"{name} x {count}" for name, count in found["quant_types"].items()))
+    click.echo(
+        f"tensors: {tensors['mapped']} mapped, {len(tensors['unmapped'])} unmapped, {len(tensors['missing'])} missing"
+    )
+    per_gpu = ", ".join(f"TP{tp} {size / 2**30:.2f} GiB" for tp, size in needs["per_gpu"].items())
+    click.echo(f"weights: {needs['weights_bytes'] / 2**30:.2f} GiB; per GPU: {per_gpu}")
+    sizes = ", ".join(map(str, found["tensor_parallel"]))
+    click.echo(f"tensor-parallel sizes that keep quantisation blocks whole: {sizes or 'none'}")
+    for problem in found["problems"]:
+        click.echo(f"problem: {problem}")
