@@ -188,7 +188,7 @@ class Engine:
         not so."""
         module = sys.modules[record.patch.target]
         for symbol, new in record.replacements.items():
-            if upstream.raw(module, symbol) is not new:
+            if not upstream.has(module, symbol) or upstream.raw(module, symbol) is not new:
                 return f"{module.__name__}.{symbol} is not the shim's"
         for importer, symbol, name in self._importers(record.patch):
             held = vars(importer).get(name)
