@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention import backend as upstream_backend
+from vllm.v1.attention import backend as vllm_backend
 
 from shim.attention.metadata import SparseMLAMetadata
 from shim.kernels.sparse_mla import reference
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [T, N, 576], or latent [T, N, 512] and rope [T, N, 64]
 # 0.16-0.25 recognise a sparse impl by this base class; 0.26 removed it and looks at `is_sparse`
-_Base: Any = getattr(upstream_backend, "SparseMLAAttentionImpl", None) or upstream_backend.MLAAttentionImpl
+_Base: Any = getattr(vllm_backend, "SparseMLAAttentionImpl", None) or vllm_backend.MLAAttentionImpl
 
 
 class SparseMLAImpl(_Base):

@@ -1,12 +1,11 @@
-"""Whose indexer kernels run in this process: vLLM's own or ours. Settled once, when the first indexer is built.
+"""Chooses whose indexer kernels run in this process: vLLM's own or ours. Once, when the first indexer is built.
 
-That is the place because only a worker builds one, on its own device, before weights, profiling and graph capture:
-neither the API server nor an off-GPU process ever gets here.
+Only a worker builds an indexer, on its own device, and it does so before weights, profiling and graph capture. So the
+choice is never made in the API server, nor in a process without a GPU.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,12 @@ LOGITS, TOPK = "indexer_logits", "indexer_topk"
 
 @dataclass(frozen=True)
 class Choice:
-    """logits, topk: ours?"""
+    """Whose kernels run for GLM-5 in this process.
+
+    logits:  True if the logits are computed by our kernel, False if by vLLM's
+    topk:    the same for top-k
+    because: the reason, for the log and the ledger
+    """
 
     logits: bool
     topk: bool
@@ -36,10 +40,10 @@ def topk_is_ours() -> bool:
     return _choice is not None and _choice.topk
 
 
-def settle(logger: logging.Logger, vllm_config: Any = None) -> None:
-    """Chooses for the model that is being built (None: vLLM's current config); once chosen for GLM-5, never again.
+def settle(vllm_config: Any = None) -> None:
+    """Chooses for the model that is being built (None: vLLM's current config). A choice for GLM-5 is final.
 
-    Another model keeps vLLM's kernels, and settles nothing: GLM-5's draft model has a model_type of its own.
+    Another model keeps vLLM's kernels and settles nothing, because GLM-5's draft model has a model_type of its own.
     """
     global _choice
     if _choice is not None:
@@ -56,7 +60,7 @@ def settle(logger: logging.Logger, vllm_config: Any = None) -> None:
         return
     capability: Any = current_platform.get_device_capability()
     _choice = choose((capability.major, capability.minor), hf_config)
-    logger.info("glm5-shim: %s, because %s", _said(_choice), _choice.because)
+    process.log.info("glm5-shim: %s, because %s", _in_words(_choice), _choice.because)
     for name, ours in ((LOGITS, _choice.logits), (TOPK, _choice.topk)):
         if process.is_applied(name):
             ledger.record(name, State.APPLIED.value, _choice.because)
@@ -67,7 +71,7 @@ def settle(logger: logging.Logger, vllm_config: Any = None) -> None:
 
 
 def choose(capability: tuple[int, int], hf_config: Any) -> Choice:
-    """The choice for GLM-5 on a GPU of this (real) capability. May start the probe, see `probe`."""
+    """The choice for GLM-5 on a GPU of this (real) capability. May run DeepGEMM in a child process, see `probe`."""
     mode = env.indexer()
     logits, topk = process.is_applied(LOGITS), process.is_applied(TOPK)
     if mode == "native":
@@ -86,6 +90,6 @@ def choose(capability: tuple[int, int], hf_config: Any) -> Choice:
     return Choice(not works, topk, because)
 
 
-def _said(choice: Choice) -> str:
-    whose = {True: "the shim's Triton kernel", False: "vLLM's own"}
-    return f"indexer logits by {whose[choice.logits]}, top-k by {whose[choice.topk]}"
+def _in_words(choice: Choice) -> str:
+    owner = {True: "the shim's Triton kernel", False: "vLLM's own"}
+    return f"indexer logits by {owner[choice.logits]}, top-k by {owner[choice.topk]}"

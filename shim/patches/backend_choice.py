@@ -1,12 +1,12 @@
 """Target: vllm.platforms.cuda._get_backend_priorities, CudaPlatformBase.get_attn_backend_cls
 
-Why:    for sparse MLA on capability 12.x vLLM offers nothing up to 0.23 ("No valid attention backend found"), and
-        from 0.24 on one backend with reported hangs under load.
+Why:    for sparse MLA on capability 12.x vLLM has no backend up to 0.23 ("No valid attention backend found"). From
+        0.24 on it has one, which is reported to hang under load.
 How:    TRITON_MLA_SPARSE goes first in the MLA list where the capability is 12.x, or is assumed to be
-        (GLM5_SHIM_ASSUME_CAPABILITY). For dense MLA it changes nothing: the backend says that it is sparse only, and
-        vLLM goes on to the next in line. Where vLLM's own sparse backend is chosen on 12.x all the same (asked for by
-        name), the log says what is known of it, so that a stall can be told from work.
-Delete: with backend_member.
+        (GLM5_SHIM_ASSUME_CAPABILITY). Dense MLA is as before: our backend says that it is sparse only, so vLLM takes
+        the next one in the list. If vLLM's own sparse backend is chosen on 12.x by its name, the log says that it is
+        reported to hang, so that the user can tell a hang from work.
+Delete: when backend_member is deleted (vllm#38006, vllm#51921).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ PATCH = Patch(
     target="vllm.platforms.cuda",
     replaces=(SYMBOL, CHOICE),
     why="no backend takes sparse MLA on capability 12.x up to vLLM 0.23; the one of 0.24 and later hangs under load",
-    delete="vllm#38006, vllm#51921: delete with backend_member",
+    delete="when backend_member is deleted (vllm#38006, vllm#51921)",
     tested="an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     needs=("backend_member",),
     probe=probe,

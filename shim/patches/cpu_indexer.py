@@ -1,11 +1,10 @@
-"""The indexer's keys and queries on the CPU keep the model's dtype instead of fp8.
+"""Target: vllm.model_executor.models.deepseek_v2, the model that vLLM runs GLM-5 with on a CPU
 
-Target:  vllm.model_executor.models.deepseek_v2 (the model that vLLM runs GLM-5 with on a CPU)
-Symptom: "AttributeError: module 'triton' has no attribute 'next_power_of_2'" from the query's quantisation, and a key
-         cache of fp8 bytes whose backend builds metadata for CUDA kernels.
-How:     a GLM-5 key cache is built 128 values of the model's dtype wide and answers our indexer backend; queries are
-         passed through with scale 1.
-Delete:  when vLLM's own CPU path (today DeepSeek-V4's) runs glm_moe_dsa.
+Why:    the indexer quantises its queries to fp8 in Triton ("module 'triton' has no attribute 'next_power_of_2'"), and
+        has a key cache of fp8 bytes whose backend builds metadata for CUDA kernels.
+How:    GLM-5's key cache is built with rows of 128 values in the model's dtype, and answers our indexer backend.
+        Queries pass unchanged, with scale 1.
+Delete: when vLLM's own CPU sparse indexer, today DeepSeek-V4's, runs glm_moe_dsa.
 """
 
 from __future__ import annotations
@@ -70,11 +69,11 @@ def apply(module: ModuleType) -> dict[str, Any]:
 PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.models.deepseek_v2",
+    replaces=(BUILD, BACKEND, QUANTISE),
     why="the indexer's fp8 quantisation and key cache need a GPU",
-    delete="none; delete when vLLM's CPU sparse indexer runs glm_moe_dsa",
+    delete="when vLLM's own CPU sparse indexer runs glm_moe_dsa",
     tested="0.28.0, 0.32.0",
+    needs=("cpu_indexer_op",),
     probe=probe,
     apply=apply,
-    replaces=(BUILD, BACKEND, QUANTISE),
-    needs=("cpu_indexer_op",),
 )

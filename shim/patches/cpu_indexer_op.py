@@ -1,10 +1,10 @@
-"""The indexer's op on the CPU: write keys, score, choose, all in plain torch.
+"""Target: vllm.model_executor.layers.sparse_attn_indexer.SparseAttnIndexer, forward_native and forward_cpu
 
-Target:  vllm.model_executor.layers.sparse_attn_indexer
-Symptom: up to 0.28 `forward_native` raises NotImplementedError; later `forward_cpu` is DeepSeek-V4's (it asserts
-         index_topk == 512 and writes no keys).
-How:     for a key cache that `cpu_indexer` built, both entries run `shim.indexer.cpu.choose`.
-Delete:  when vLLM's CPU sparse indexer runs glm_moe_dsa.
+Why:    vLLM's op cannot run GLM-5 on a CPU. Up to 0.28 `forward_native` raises NotImplementedError. Later
+        `forward_cpu` is DeepSeek-V4's: it asserts index_topk == 512 and writes no keys.
+How:    for a key cache that `cpu_indexer` built, both methods run `shim.indexer.cpu.choose`: it writes keys, scores
+        them and chooses, all in plain torch.
+Delete: when vLLM's own CPU sparse indexer runs glm_moe_dsa.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def apply(module: ModuleType) -> dict[str, Any]:
 PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.layers.sparse_attn_indexer",
+    replaces=(NATIVE, CPU),
     why="vLLM's indexer op has no CPU path for GLM-5",
-    delete="none; delete when vLLM's CPU sparse indexer runs glm_moe_dsa",
+    delete="when vLLM's own CPU sparse indexer runs glm_moe_dsa",
     tested="0.28.0, 0.32.0",
     probe=probe,
     apply=apply,
-    replaces=(NATIVE, CPU),
 )

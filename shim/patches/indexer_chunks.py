@@ -1,9 +1,9 @@
-"""Target: vllm.v1.attention.backends.mla.indexer, DeepseekV32IndexerMetadataBuilder.build
+"""Target: vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadataBuilder.build
 
 Why:    up to 0.18 the logits of all queries of a prefill chunk against all its keys are held at once: 8,192 queries
         of a 1M context are 32 GiB.
-How:    the chunks that the builder made are cut by query rows, so that logits stay under LOGITS_BYTES; the keys of a
-        chunk are gathered once more for each part. 0.19 and later do it themselves (VLLM_SPARSE_INDEXER_MAX_LOGITS_MB).
+How:    cuts the builder's chunks by query rows, so that the logits of each part stay under LOGITS_BYTES. The keys of a
+        chunk are gathered again for each part. 0.19 and later do it themselves (VLLM_SPARSE_INDEXER_MAX_LOGITS_MB).
 Delete: when 0.18 is no longer supported.
 """
 
@@ -91,7 +91,7 @@ PATCH = Patch(
     target="vllm.v1.attention.backends.mla.indexer",
     replaces=(SYMBOL,),
     why="up to 0.18 the indexer's logits of a whole prefill chunk are held at once: 32 GiB at 1M tokens",
-    delete="fixed in 0.19: delete when 0.18 is no longer supported",
+    delete="when 0.18 is no longer supported: 0.19 has VLLM_SPARSE_INDEXER_MAX_LOGITS_MB",
     tested="sources of 0.16.0 and 0.18.1",
     probe=probe,
     apply=apply,

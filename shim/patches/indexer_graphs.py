@@ -1,8 +1,8 @@
-"""Target: vllm.v1.attention.backends.mla.indexer, DeepseekV32IndexerMetadataBuilder.get_cudagraph_support
+"""Target: vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerMetadataBuilder.get_cudagraph_support
 
-Why:    0.18 says NEVER where DeepGEMM is not supported, because its torch fallback synchronises; then no decode batch
-        of the whole server runs as a full graph.
-How:    where the logits are ours, UNIFORM_BATCH, as 0.18 itself says with DeepGEMM, and 0.17 and 0.19 always.
+Why:    0.18 answers NEVER where DeepGEMM is not supported, because its torch fallback synchronises. Then no decode
+        batch of the whole server runs as a full graph.
+How:    where the logits are ours the answer is UNIFORM_BATCH, as in 0.18 with DeepGEMM, and always in 0.17 and 0.19.
 Delete: when 0.18 is no longer supported.
 """
 
@@ -48,7 +48,7 @@ PATCH = Patch(
     target="vllm.v1.attention.backends.mla.indexer",
     replaces=(SYMBOL,),
     why="0.18 switches CUDA graphs off where DeepGEMM is not supported",
-    delete="fixed in 0.19: delete when 0.18 is no longer supported",
+    delete="when 0.18 is no longer supported: 0.19 does not ask for DeepGEMM here",
     tested="sources of 0.18.1",
     probe=probe,
     apply=apply,

@@ -1,11 +1,11 @@
 """Target: vllm.model_executor.layers.sparse_attn_indexer, the top-k ops that it calls (torch.ops._C)
 
-Why:    `cooperative_topk` needs thread-block clusters, which SM120 lacks (0.24 calls it there all the same);
-        `persistent_topk` needs up to 128 KiB of shared memory or co-resident blocks for long rows, and can hang in a
-        captured graph. No short probe proves that it does not.
-How:    the ops are looked up by attribute on torch.ops._C at each call, inside an opaque op, so an attribute set there
-        is what runs: ours where `shim.indexer.choice` says so, else the op itself.
-Delete: when every supported release has a top-k for SM120 at a context of 1M.
+Why:    `cooperative_topk` needs thread-block clusters, which SM120 does not have; 0.24 calls it on SM120 anyway.
+        `persistent_topk` needs up to 128 KiB of shared memory, or blocks that all run at once, for long rows, and can
+        hang in a captured graph. No short probe proves that it does not.
+How:    vLLM looks the ops up on torch.ops._C at each call, inside an opaque op. So an attribute set on torch.ops._C is
+        what runs: our top-k where `shim.indexer.choice` says so, else the op itself.
+Delete: when every supported release has a top-k for SM120 at a context of 1M tokens (vllm#54110, vllm#47164).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from shim import upstream
 from shim.indexer import choice
 from shim.patch import Patch, Verdict
 
 NAME = choice.TOPK
 OPS = "torch.ops._C."
 ALWAYS = ("top_k_per_row_prefill", "top_k_per_row_decode")  # in every release
-# op: (the adapter's name, number of arguments)
+# op: (our adapter in shim.indexer.triton, number of arguments)
 ADAPTERS = {
     "top_k_per_row_prefill": ("top_k_per_row_prefill", 8),
     "top_k_per_row_decode": ("top_k_per_row_decode", 8),
@@ -33,13 +34,12 @@ ADAPTERS = {
 def probe(module: ModuleType) -> Verdict:
     if not module.current_platform.is_cuda():
         return Verdict.unneeded("not on the CUDA platform")
-    namespace = module.torch.ops._C
     for name, (_, expected) in ADAPTERS.items():
-        if not hasattr(namespace, name):
+        if not upstream.has(module, OPS + name):
             if name in ALWAYS:
                 return Verdict.unknown(f"{OPS}{name} does not exist")
             continue
-        found = _arguments(getattr(namespace, name))
+        found = _arguments(upstream.raw(module, OPS + name))
         if found != expected:
             return Verdict.unknown(f"{OPS}{name} takes {found} arguments, expected {expected}")
     return Verdict.apply()
@@ -52,11 +52,11 @@ def _arguments(op: Any) -> int:
 
 
 def apply(module: ModuleType) -> dict[str, Any]:
-    namespace = module.torch.ops._C
-    present = [name for name in ADAPTERS if hasattr(namespace, name)]
-    for name in present:  # releases differ, and off CUDA there are none, so the engine cannot own them by name
-        setattr(namespace, name, _topk(getattr(namespace, name), ADAPTERS[name][0]))
-    return {}
+    return {
+        OPS + name: _topk(upstream.raw(module, OPS + name), adapter)
+        for name, (adapter, _) in ADAPTERS.items()
+        if upstream.has(module, OPS + name)
+    }
 
 
 def _topk(original: Callable[..., Any], adapter: str) -> Callable[..., Any]:
@@ -71,21 +71,14 @@ def _topk(original: Callable[..., Any], adapter: str) -> Callable[..., Any]:
     return topk
 
 
-def verify(module: ModuleType) -> None:
-    """Also asked when the builder of the indexer's metadata is made, the last step before graph capture."""
-    namespace = module.torch.ops._C
-    for name in ADAPTERS:
-        if hasattr(namespace, name) and getattr(namespace, name).__module__ != __name__:
-            raise RuntimeError(f"{OPS}{name} is not the shim's")
-
-
 PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.layers.sparse_attn_indexer",
+    replaces=tuple(OPS + name for name in ADAPTERS),
+    optional=tuple(OPS + name for name in ADAPTERS if name not in ALWAYS),
     why="vLLM's top-k needs clusters or 128 KiB of shared memory, which SM120 lacks: it fails or hangs on long rows",
-    delete="vllm#54110, vllm#47164: delete when every supported release has a top-k for SM120 at 1M tokens",
+    delete="when every supported release has a top-k for SM120 at a context of 1M tokens (vllm#54110, vllm#47164)",
     tested="an H200 with 0.26.0, 0.33.0; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,
-    verify=verify,
 )

@@ -1,11 +1,11 @@
 """Target: vllm.model_executor.layers.attention.mla_attention.MLAAttention.__init__
 
-Why:    `--kv-cache-dtype fp8` means `fp8_ds_mla` (656 bytes a token) for sparse MLA, but vLLM maps it for backends
-        of its own by their names; ours would get a cache of plain fp8 that it cannot read.
-How:    before a sparse layer is built with a quantised cache, vLLM's own selector is asked which backend it will
-        get. If that is ours, the cache config says `fp8_ds_mla` from then on. The selector's answer is cached, so
-        that the layer gets the same one.
-Delete: with backend_member, or when vLLM asks the backend which format it wants.
+Why:    `--kv-cache-dtype fp8` means `fp8_ds_mla` (656 bytes a token) for sparse MLA, but vLLM maps it by the names of
+        its own backends. Ours would get a cache of plain fp8, which it cannot read.
+How:    before a sparse layer with a quantised cache is built, vLLM's own selector says which backend the layer will
+        get. If it is ours, the cache config says `fp8_ds_mla` from then on. The selector caches its answer, so the
+        layer gets the same one.
+Delete: when backend_member is deleted, or when vLLM asks the backend which format it wants (vllm#47629).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ PATCH = Patch(
     target="vllm.model_executor.layers.attention.mla_attention",
     replaces=(SYMBOL,),
     why="--kv-cache-dtype fp8 must become fp8_ds_mla for our backend; vLLM maps it by the names of its own",
-    delete="vllm#47629: delete with backend_member",
+    delete="when backend_member is deleted, or when vLLM asks the backend which format it wants (vllm#47629)",
     tested="an H200 with 0.26.0; sources of 0.16.0, 0.23.0, 0.33.0",
     needs=("backend_member",),
     probe=probe,

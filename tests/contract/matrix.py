@@ -54,6 +54,11 @@ for target in dict.fromkeys(p.target for p in PATCHES):
     except Exception as problem:
         errors[target] = f"{type(problem).__name__}: {problem}"
 
+def present(patch):
+    # a probe says what a missing symbol means
+    module = sys.modules.get(patch.target)
+    return [symbol for symbol in patch.replaces if module is not None and upstream.has(module, symbol)]
+
 def held(patch, symbol):
     found = upstream.raw(sys.modules[patch.target], symbol)
     return getattr(found, "__func__", found)
@@ -69,11 +74,8 @@ def shape(function):
 
 shapes, ours = {}, []
 for patch in PATCHES:
-    for symbol in patch.replaces if patch.target in sys.modules else ():
-        try:
-            function = held(patch, symbol)
-        except AttributeError:
-            continue  # the probe says what that means
+    for symbol in present(patch):
+        function = held(patch, symbol)
         if str(getattr(function, "__module__", "")).startswith("shim."):
             ours.append(symbol)
         if inspect.isfunction(inspect.unwrap(function)):
@@ -85,19 +87,19 @@ say({"shapes": shapes, "ours": ours, "errors": errors})
 ON = (
     _COMMON
     + """
-found, details, loose = {}, {}, []
+found, details, lost = {}, {}, []
 for record in process.engine().records.values():
     patch = record.patch
     found[patch.name], details[patch.name] = record.state.value, record.detail
     if found[patch.name] == "applied":
-        loose += [s for s in patch.replaces if not str(getattr(held(patch, s), "__module__", "")).startswith("shim.")]
+        lost += [s for s in present(patch) if not str(getattr(held(patch, s), "__module__", "")).startswith("shim.")]
 try:
     process.check()  # identity of what was replaced, and of every loaded copy of it
     gate = ""
 except Exception as problem:
     gate = str(problem)
 activate.activate()
-say({"states": found, "details": details, "loose": loose, "gate": gate, "errors": errors, "again": states() == found})
+say({"states": found, "details": details, "lost": lost, "gate": gate, "errors": errors, "again": states() == found})
 """
 )
 
@@ -113,9 +115,9 @@ def examine(version: str, source: Path | None = None) -> dict[str, Any]:
         on: Any = wheels.child(here + ON, Path(place), source, GLM5_SHIM_SKIP="cpu_packaging")
     cells = {n: ELSEWHERE if n.startswith("cpu_") and s in ("off", "waiting") else s for n, s in on["states"].items()}
     problems = [f"{n} is {cell}: {on['details'][n]}" for n, cell in cells.items() if cell not in GOOD]
-    problems += [f"{target} cannot be imported: {said}" for target, said in {**off["errors"], **on["errors"]}.items()]
+    problems += [f"{target} cannot be imported: {error}" for target, error in {**off["errors"], **on["errors"]}.items()]
     problems += [f"{symbol} is not vLLM's with every patch off" for symbol in off["ours"]]
-    problems += [f"{symbol} is not the shim's" for symbol in on["loose"]]
+    problems += [f"{symbol} is not the shim's" for symbol in on["lost"]]
     problems += [f"the closing gate: {on['gate']}"] * bool(on["gate"])
     problems += ["a second activation changed a state"] * (not on["again"])
     return {"cells": cells, "problems": problems, "shapes": off["shapes"]}

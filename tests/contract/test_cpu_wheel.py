@@ -18,7 +18,9 @@ for record in records:
 first = states()
 activate.activate()
 process.check()
-owners = {r.patch.name: [owner(r, s) for s in r.patch.replaces] for r in records}
+def present(record):
+    return [s for s in record.patch.replaces if upstream.has(sys.modules[record.patch.target], s)]
+owners = {r.patch.name: [owner(r, s) for s in present(r)] for r in records}
 say({"first": first, "second": states(), "owners": owners})
 """
 

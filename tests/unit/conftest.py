@@ -111,7 +111,8 @@ def off_and_twice(switch_on: Callable[..., Engine]) -> Callable[..., None]:
     applied once."""
 
     def symbols(module: ModuleType, patch: Patch) -> dict[str, object]:
-        return {symbol: upstream.raw(module, symbol) for symbol in patch.replaces}
+        present = [symbol for symbol in patch.replaces if upstream.has(module, symbol)]  # others are `optional`
+        return {symbol: upstream.raw(module, symbol) for symbol in present}
 
     def check(module: ModuleType, patch: Patch, *needs: Patch) -> None:
         stock = symbols(module, patch)

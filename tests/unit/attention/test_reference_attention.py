@@ -63,7 +63,7 @@ def attention(request, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)  # so that monkeypatch puts back what was there
         del sys.modules[name]
     found = {part.partition(".")[2]: importlib.import_module(f"shim.{part}") for part in PARTS}
-    return SimpleNamespace(era=request.param, context=context, upstream=stubs["vllm.v1.attention.backend"], **found)
+    return SimpleNamespace(era=request.param, context=context, vllm_backend=stubs["vllm.v1.attention.backend"], **found)
 
 
 def impl(attention, cls=None, **kwargs):
@@ -105,7 +105,7 @@ def build(attention, common):
 def test_the_impl_is_what_its_era_recognises_as_sparse(attention):
     cls = attention.impl.ReferenceMLASparseImpl
     base = "SparseMLAAttentionImpl" if attention.era == "0.16" else "MLAAttentionImpl"
-    assert issubclass(cls, getattr(attention.upstream, base))
+    assert issubclass(cls, getattr(attention.vllm_backend, base))
     assert cls.is_sparse and not cls.supports_dense_mha_prefill and not cls.supports_dcp
 
 

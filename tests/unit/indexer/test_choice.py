@@ -33,7 +33,6 @@ def op_module(stub):
         LOGITS,
         SparseAttnIndexer=SparseAttnIndexer,
         current_platform=SimpleNamespace(is_cuda=lambda: True),
-        logger=SimpleNamespace(info=lambda *_: None),
         fp8_fp4_mqa_logits=prefill,
         fp8_fp4_paged_mqa_logits=paged,
         has_deep_gemm=lambda: False,

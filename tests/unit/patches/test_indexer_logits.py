@@ -17,7 +17,6 @@ HEADS, DIM = 32, 128
 LOGITS, TOPK = indexer_logits.PATCH, indexer_topk.PATCH
 CUDA = SimpleNamespace(is_cuda=lambda: True)
 CPU = SimpleNamespace(is_cuda=lambda: False)
-LOGGER = SimpleNamespace(info=lambda *_: None)
 
 
 def prefill_016(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits):
@@ -89,9 +88,7 @@ def op_class():
 
 
 def op_module(stub, era="0.16", **other):
-    return stub(
-        LOGITS, SparseAttnIndexer=op_class(), **({"current_platform": CUDA, "logger": LOGGER} | ERAS[era] | other)
-    )
+    return stub(LOGITS, SparseAttnIndexer=op_class(), **({"current_platform": CUDA} | ERAS[era] | other))
 
 
 def arguments(prefill):
@@ -172,19 +169,21 @@ def test_has_deep_gemm_says_yes_only_where_we_stand_in(stub, switch_on, chosen):
     assert module.has_deep_gemm() is True
 
 
-def test_building_an_indexer_settles_and_finds_a_stolen_name(stub, switch_on, monkeypatch):
-    module = op_module(stub)
+@pytest.mark.parametrize(("era", "name"), [(era, name) for era, names in ERAS.items() for name in names])
+def test_building_an_indexer_settles_and_finds_a_stolen_name(stub, switch_on, monkeypatch, era, name):
+    module = op_module(stub, era)
     switch_on(LOGITS)
     settled = []
-    monkeypatch.setattr(choice, "settle", settled.append)
-    assert module.SparseAttnIndexer("cache").k_cache == "cache" and settled == [LOGGER]
-    module.fp8_mqa_logits = prefill_016
-    with pytest.raises(RuntimeError, match="fp8_mqa_logits is not the shim's"):
+    monkeypatch.setattr(choice, "settle", lambda: settled.append("settled"))
+    assert module.SparseAttnIndexer("cache").k_cache == "cache" and settled == ["settled"]
+    setattr(module, name, ERAS[era][name])
+    with pytest.raises(ShimError, match=f"indexer_logits was undone: {module.__name__}.{name} is not the shim's"):
         module.SparseAttnIndexer("cache")
 
 
-def test_logits_off_and_twice(stub, off_and_twice):
-    off_and_twice(op_module(stub), LOGITS)
+@pytest.mark.parametrize("era", ERAS)
+def test_logits_off_and_twice(stub, off_and_twice, era):
+    off_and_twice(op_module(stub, era), LOGITS)
 
 
 def test_logits_off_leaves_every_name(stub, switch_on):

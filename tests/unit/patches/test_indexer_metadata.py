@@ -15,7 +15,6 @@ from shim.patches import indexer_builder, indexer_chunks, indexer_graphs, indexe
 
 HEADS = 32
 CUDA = SimpleNamespace(is_cuda=lambda: True)
-LOGGER = SimpleNamespace(info=lambda *_: None)
 GLM5 = SimpleNamespace(model_type="glm_moe_dsa", index_n_heads=HEADS)
 
 
@@ -45,7 +44,6 @@ def builder_module(stub, patch, **other):
     fields = {
         "DeepseekV32IndexerMetadataBuilder": builder_class(),
         "current_platform": CUDA,
-        "logger": LOGGER,
         "has_deep_gemm": lambda: True,
     }
     return stub(patch, **(fields | other))
@@ -72,7 +70,7 @@ def test_the_builder_warms_up_once_and_asks_for_no_schedule(stub, switch_on, cho
     ]
     assert module.has_deep_gemm() is False
     vars(torch.ops._C).pop("persistent_topk")  # the next look-up finds vLLM's own again
-    with pytest.raises(RuntimeError, match="persistent_topk is not the shim's"):
+    with pytest.raises(ShimError, match="indexer_topk was undone: .*persistent_topk is not the shim's"):
         module.DeepseekV32IndexerMetadataBuilder(config(), "cpu")
 
 
@@ -82,6 +80,24 @@ def test_native_logits_keep_their_schedule(stub, switch_on, chosen, kernels, rea
     module.DeepseekV32IndexerMetadataBuilder(config(enable_dbo=True), "cpu")
     assert module.has_deep_gemm() is True
     assert [name for name, _, _ in kernels] == ["topk.warm_up"]  # two micro-batches at once share no workspace
+
+
+def test_a_stolen_has_deep_gemm_is_found_before_warm_up(stub, switch_on, chosen, kernels):
+    module = builder_module(stub, indexer_builder.PATCH)
+    switch_on(indexer_builder.PATCH)
+    chosen(topk=False)
+    module.has_deep_gemm = lambda: True
+    with pytest.raises(ShimError, match="indexer_builder was undone: .*has_deep_gemm is not the shim's"):
+        module.DeepseekV32IndexerMetadataBuilder(config(), "cpu")
+    assert kernels == []
+
+
+def test_a_builder_without_has_deep_gemm(stub, off_and_twice):
+    """Up to 0.18."""
+    module = builder_module(stub, indexer_builder.PATCH)
+    del module.has_deep_gemm
+    off_and_twice(module, indexer_builder.PATCH)
+    assert not hasattr(module, "has_deep_gemm")
 
 
 def test_builder_off_and_twice(stub, off_and_twice):

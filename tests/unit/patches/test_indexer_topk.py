@@ -13,12 +13,11 @@ from shim.patches import indexer_topk
 
 TOPK = indexer_topk.PATCH
 CUDA = SimpleNamespace(is_cuda=lambda: True)
-LOGGER = SimpleNamespace(info=lambda *_: None)
 
 
 @pytest.fixture
 def topk_module(stub, real_ops):
-    return stub(TOPK, torch=torch, current_platform=CUDA, logger=LOGGER)
+    return stub(TOPK, torch=torch, current_platform=CUDA)
 
 
 def choices():
@@ -71,26 +70,30 @@ def test_no_rows_and_bf16_and_wide_k(topk_module, real_ops, switch_on, chosen, k
     assert real_ops == ["persistent_topk"] * 2
 
 
-def test_topk_off_and_twice(topk_module, switch_on):
-    def held():
-        return {name: getattr(torch.ops._C, name) for name in indexer_topk.ADAPTERS}
+def test_topk_off_and_twice(topk_module, off_and_twice):
+    off_and_twice(topk_module, TOPK)
 
-    stock = held()
-    assert switch_on(TOPK, skip=frozenset({"indexer_topk"})).records["indexer_topk"].state is State.OFF
-    assert held() == stock
+
+def test_a_release_with_few_ops(stub, switch_on):
+    def op(arguments):
+        default = SimpleNamespace(_schema=SimpleNamespace(arguments=range(arguments)))
+        return SimpleNamespace(overloads=lambda: ["default"], default=default)
+
+    ops = {name: op(8) for name in indexer_topk.ALWAYS}
+    namespace = SimpleNamespace(**ops)
+    stub(TOPK, torch=SimpleNamespace(ops=SimpleNamespace(_C=namespace)), current_platform=CUDA)
     engine = switch_on(TOPK)
-    ours = held()
-    assert all(ours[name] is not stock[name] for name in stock)
-    engine.arm()
-    assert held() == ours
+    assert set(vars(namespace)) == set(ops) and all(getattr(namespace, name) is not ops[name] for name in ops)
+    engine.check()
 
 
-def test_topk_lost(topk_module, switch_on):
-    switch_on(TOPK)
-    indexer_topk.verify(topk_module)
-    vars(torch.ops._C).pop("persistent_topk")  # the next look-up finds vLLM's own again
-    with pytest.raises(RuntimeError, match="persistent_topk is not the shim's"):
-        indexer_topk.verify(topk_module)
+@pytest.mark.parametrize("op", indexer_topk.ADAPTERS)
+def test_topk_lost(topk_module, switch_on, op):
+    engine = switch_on(TOPK)
+    engine.check("indexer_topk")
+    vars(torch.ops._C).pop(op)  # the next look-up finds vLLM's own again
+    with pytest.raises(ShimError, match=f"indexer_topk was undone: .*torch.ops._C.{op} is not the shim's"):
+        engine.check("indexer_topk")
 
 
 def test_topk_unknown(stub, switch_on):
