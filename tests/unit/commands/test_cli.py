@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -87,3 +89,9 @@ def test_a_python_without_vllm_is_reported(monkeypatch, command, missing):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else object())
     done = CliRunner().invoke(main, [command])
     assert done.exit_code == 1 and f"no {missing} in " in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_command_is_imported_when_it_is_called():
+    code = "import sys, shim.commands.cli; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'shim'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["shim", "shim.commands", "shim.commands.cli", "shim.commands.output"]
