@@ -73,8 +73,8 @@ class Engine:
         return record.state if record else None
 
     def arm(self) -> None:
-        """Registers one import hook per target. Targets that are loaded already are patched now, or found to be
-        late."""
+        """Registers one import hook for each target. A target that is loaded already is patched now; one that is half
+        imported makes its patches late."""
         for target in dict.fromkeys(r.patch.target for r in self.records.values() if r.state is State.WAITING):
             module = sys.modules.get(target)
             if module is not None and getattr(module.__spec__, "_initializing", False):
@@ -112,7 +112,7 @@ class Engine:
             what = _message("; ".join(problems), [p.split(" ", 1)[0] for p in problems])
             raise ShimError(f"glm5-shim: {what}")
 
-    # one target was imported
+    # what happens when a target was imported
 
     def _on_import(self, module: ModuleType) -> None:
         try:
@@ -166,7 +166,7 @@ class Engine:
             raise RuntimeError(lost)
 
     def _undo(self, record: Record, module: ModuleType) -> None:
-        """A patch that failed half way leaves nothing behind, so that an optional one cannot be half on."""
+        """Takes back what a patch set before it failed, so that an optional patch is never half on."""
         for symbol, original in record.originals.items():
             _set_attribute(module, symbol, original)
         for importer, symbol, name in self._importers(record.patch):
@@ -184,8 +184,7 @@ class Engine:
                 yield module, by_last_name[name], name
 
     def _lost(self, record: Record) -> str:
-        """Empty if every symbol, and every loaded copy of it, is still ours, and the patch still verifies; else what is
-        not so."""
+        """What was undone: a symbol, a loaded copy of it, or what the patch verifies. Empty if all is in force."""
         module = sys.modules[record.patch.target]
         for symbol, new in record.replacements.items():
             if not upstream.has(module, symbol) or upstream.raw(module, symbol) is not new:

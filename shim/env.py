@@ -1,4 +1,4 @@
-"""Every GLM5_SHIM_* variable: its name, default and meaning. README's table is made from this one."""
+"""Every GLM5_SHIM_* variable: its name, default, meaning and parser. README's table is made from `VARIABLES`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ VARIABLES = (
     ),
     Variable("GLM5_SHIM_PYTHON", "", "set by `wrap`: the interpreter that it serves; any other Python declines"),
 )
-# of NVIDIA's GPUs that vLLM runs on
+# the compute capabilities of NVIDIA's GPUs that vLLM runs on
 CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 
 
 class EnvProblem(ValueError):
-    """A variable has a value that cannot be meant; the message says which, and what is expected."""
+    """A variable has a value that makes no sense. The message says which variable, and what is expected."""
 
 
 class SwitchedOff(EnvProblem):
@@ -46,8 +46,10 @@ class SwitchedOff(EnvProblem):
 
 
 def check(patches: tuple[str, ...]) -> frozenset[str]:
-    """Looks at every variable; the names in GLM5_SHIM_SKIP. `patches`: all that there are. EnvProblem for a value
-    without sense, and for the name of no variable that is nearly the name of one."""
+    """Looks at every variable, and returns the names in GLM5_SHIM_SKIP. `patches`: the names of all patches.
+
+    EnvProblem for a value that makes no sense, and for an unknown name that is close to the name of a variable.
+    """
     for name, nearest in unknown().items():
         if nearest:
             raise EnvProblem(f"{name} is not a variable of glm5-shim; did you mean {nearest}?")
@@ -62,17 +64,17 @@ def check(patches: tuple[str, ...]) -> frozenset[str]:
                 f"{name} is {os.environ[name]!r}; expected an absolute path: the processes of a server may work in "
                 "several directories"
             )
-    cache = cache_dir()  # a state directory that cannot be written is no reason to stop, see ledger.py
+    cache = cache_dir()  # the state directory is not looked at: ledger.py goes on where it cannot write
     if os.path.exists(cache) and not os.path.isdir(cache):
         raise EnvProblem(f"GLM5_SHIM_CACHE_DIR is {os.fspath(cache)!r}; expected a directory")
     chosen = bool(os.environ.get("GLM5_SHIM_CACHE_DIR"))
-    if not chosen and os.path.isdir(cache) and os.stat(cache).st_uid not in (os.getuid(), 0):
+    if not chosen and os.path.isdir(cache) and _owner(cache) not in (os.getuid(), 0):
         raise EnvProblem(f"{os.fspath(cache)} belongs to another user; set GLM5_SHIM_CACHE_DIR to a directory of yours")
     return skip(patches)
 
 
 def unknown() -> dict[str, str]:
-    """GLM5_SHIM_* names that are set and mean nothing: the nearest variable of each, or "" if none is near."""
+    """Each GLM5_SHIM_* name that is set and is no variable, with the variable of the closest name, or ""."""
     prefix = VARIABLES[0].name
     known = [variable.name.removeprefix(prefix) for variable in VARIABLES]
     ends = sorted(name.removeprefix(prefix) for name in os.environ if name.startswith(prefix))
@@ -99,32 +101,32 @@ def off() -> bool:
 
 
 def require_on() -> None:
-    """SwitchedOff if it is."""
+    """SwitchedOff if GLM5_SHIM_OFF is set."""
     if off():
         raise SwitchedOff("GLM5_SHIM_OFF is set: the shim is off in every process")
 
 
 def interpreter() -> str:
-    """This Python, as GLM5_SHIM_PYTHON names one."""
+    """This Python in the form of GLM5_SHIM_PYTHON: prefix, colon, major.minor."""
     return f"{sys.prefix}:{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 def foreign() -> str:
-    """The Python that GLM5_SHIM_PYTHON names, if it is another than this one; else "". EnvProblem if there is none."""
+    """The Python that GLM5_SHIM_PYTHON names if it is not this one, else "". EnvProblem if no such Python exists."""
     value = os.environ.get("GLM5_SHIM_PYTHON", "")
     if value in ("", interpreter()):
         return ""
     prefix, _, version = value.rpartition(":")
     if not prefix or not os.path.exists(f"{prefix}/bin/python{version}"):  # sitecustomize.py asks the same
         raise EnvProblem(
-            f"GLM5_SHIM_PYTHON is {value!r}; expected PREFIX:MAJOR.MINOR of a Python that is there, as "
-            f"{interpreter()}: unset it, `wrap` sets it"
+            f"GLM5_SHIM_PYTHON is {value!r}; expected PREFIX:MAJOR.MINOR of a Python that exists, for example "
+            f"{interpreter()}: unset it, because `wrap` sets it"
         )
     return value
 
 
 def skip(known: tuple[str, ...]) -> frozenset[str]:
-    """Patch names to leave out. EnvProblem if one is not in `known`."""
+    """The patches to leave out. EnvProblem if a name is not in `known`."""
     names = frozenset(n.strip() for n in os.environ.get("GLM5_SHIM_SKIP", "").split(",") if n.strip())
     unknown = sorted(names - set(known))
     if unknown:
@@ -143,7 +145,7 @@ def cache_dir() -> Path:
 
 
 def assumed_capability() -> tuple[int, int] | None:
-    """(major, minor) from GLM5_SHIM_ASSUME_CAPABILITY, None if unset. EnvProblem if it is no GPU's."""
+    """(major, minor) from GLM5_SHIM_ASSUME_CAPABILITY, None if unset. EnvProblem if no GPU has it."""
     text = os.environ.get("GLM5_SHIM_ASSUME_CAPABILITY", "")
     try:
         return capability("GLM5_SHIM_ASSUME_CAPABILITY", text) if text else None
@@ -152,7 +154,7 @@ def assumed_capability() -> tuple[int, int] | None:
 
 
 def capability(name: str, text: str) -> tuple[int, int]:
-    """(major, minor) of a compute capability that GPUs have. ValueError for anything else, with the argument's name."""
+    """(major, minor) of a compute capability that GPUs have. ValueError, with the argument's name, for all else."""
     if text not in CAPABILITIES:
         raise ValueError(f"{name} is {text!r}; expected major.minor, one of {', '.join(CAPABILITIES)}")
     major, _, minor = text.partition(".")
@@ -167,9 +169,16 @@ def indexer() -> str:
     return value
 
 
+def _owner(path: Path) -> int:
+    return path.stat().st_uid
+
+
 def _directory(name: str, xdg: str, fallback: str) -> Path:
-    """The variable `name`; else "glm5-shim" in the XDG directory, which must be absolute (the XDG specification), or in
-    the home directory. A user without one (no HOME and no passwd entry) gets a directory of the temporary ones."""
+    """Where the variable `name` points. Without it "glm5-shim" in the XDG directory, or in the home directory.
+
+    The XDG specification wants a relative value to be ignored. A user without a home directory (no HOME and no passwd
+    entry, as in some containers) gets a directory among the temporary ones.
+    """
     if os.environ.get(name):
         return Path(os.path.expanduser(os.environ[name]))
     base = os.environ.get(xdg, "")

@@ -20,7 +20,7 @@ from shim import env, process
 _entries: dict[str, dict[str, Any]] = {}
 _started = time.time()
 _forked = False
-_told_unwritable = False
+_reported_unwritable = False
 
 
 def record(name: str, state: str, detail: str) -> None:
@@ -29,7 +29,7 @@ def record(name: str, state: str, detail: str) -> None:
 
 
 def used(name: str) -> None:
-    """A patch says, from its replacement, that it acted for GLM-5. Cheap after the first call."""
+    """A patch reports, from its replacement, that it acted for GLM-5. Cheap after the first call."""
     entry = _entries.setdefault(name, {})
     if not entry.get("used"):
         entry["used"] = True
@@ -38,7 +38,7 @@ def used(name: str) -> None:
 
 
 def idle(name: str, because: str) -> None:
-    """A patch says that it stood aside and let vLLM's own code run. Cheap after the first call."""
+    """A patch reports that it stood aside and let vLLM's own code run. Cheap after the first call."""
     entry = _entries.setdefault(name, {})
     if "idle" not in entry and not entry.get("used"):
         entry["idle"] = because
@@ -46,7 +46,7 @@ def idle(name: str, because: str) -> None:
 
 
 def all_idle(because: str) -> None:
-    """The process turned out to serve another model: every patch that has not acted stood aside for that."""
+    """This process serves another model: every applied patch that has not acted stood aside for this reason."""
     for entry in _entries.values():
         if entry.get("state") == "applied" and not entry.get("used"):
             entry.setdefault("idle", because)
@@ -58,8 +58,8 @@ def entries() -> list[dict[str, Any]]:
 
 
 def flush() -> None:
-    """Writes this process's file, whole or not at all."""
-    global _told_unwritable
+    """Writes this process's file in one rename."""
+    global _reported_unwritable
     vllm = sys.modules.get("vllm")
     content = {
         "pid": os.getpid(),
@@ -76,8 +76,8 @@ def flush() -> None:
     try:
         write_private(path, json.dumps(content, indent=1))
     except OSError as problem:
-        if not _told_unwritable:
-            _told_unwritable = True
+        if not _reported_unwritable:
+            _reported_unwritable = True
             why = "Not a directory" if os.path.isfile(path.parent) else problem.strerror
             process.say(f"cannot write {path} ({why}); set GLM5_SHIM_STATE_DIR")
 
@@ -93,15 +93,27 @@ def write_private(path: Path, text: str) -> None:
 
 
 def command() -> list[str]:
-    """How this process was started, without what may be a secret: programs, the module of -m, names of options."""
-    words = sys.orig_argv
-    programs = [os.path.basename(word) for word in words[:2] if not word.startswith("-")]
-    module = words[words.index("-m") + 1 : words.index("-m") + 2] if "-m" in words[:4] else []
-    return programs + module + [word.partition("=")[0] for word in words if word.startswith("--")]
+    """How this process was started, without what may be a secret: the program, Python's script or module, and the names
+    of options."""
+    words = list(sys.orig_argv)
+    names = [os.path.basename(word) for word in words[:1]]
+    rest = iter(words[1:])
+    for word in rest:
+        if word in ("-X", "-W"):
+            next(rest, None)
+        elif word == "-m":
+            names += [next(rest, "")]
+            break
+        elif not word.startswith("-"):
+            names += [os.path.basename(word)]
+            break
+        elif word.startswith("-c"):
+            break
+    return names + [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
 def role() -> str:
-    """What this process is to a person: vLLM names its children, the rest is known by how it was started."""
+    """What this process is to a person. vLLM names its children; the command line tells the others apart."""
     name = multiprocessing.current_process().name
     if name != "MainProcess":
         return name
@@ -118,7 +130,7 @@ def role() -> str:
 
 
 def read(state_dir: Path) -> list[dict[str, Any]]:
-    """All ledgers in a directory, oldest process first. What is no ledger is named on stderr and left out."""
+    """All ledgers in a directory, the oldest process first. A file that is no ledger is named on stderr."""
     found = []
     for path in state_dir.glob("*.json"):
         try:
@@ -136,7 +148,7 @@ def read(state_dir: Path) -> list[dict[str, Any]]:
 
 
 def running(pid: int) -> bool:
-    """Is there such a process? A zombie, which init has yet to collect, is none."""
+    """Does this process run? A zombie, which its parent has yet to collect, does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -144,7 +156,7 @@ def running(pid: int) -> bool:
 
 
 def prune(state_dir: Path, older_than_s: float = 86_400) -> None:
-    """Removes ledgers of processes that are gone and whose file is older than a day."""
+    """Removes the ledgers of processes that have ended, if the file is older than a day."""
     for path in state_dir.glob("*.json"):
         try:
             if time.time() - path.stat().st_mtime > older_than_s and not os.path.exists(f"/proc/{path.stem}"):
@@ -154,7 +166,7 @@ def prune(state_dir: Path, older_than_s: float = 86_400) -> None:
 
 
 def reset_after_fork() -> None:
-    """A forked child inherits the patches and their states; it writes a file of its own."""
+    """In a forked child, which inherits the patches and their states, and writes a file of its own."""
     global _started, _forked
     _started, _forked = time.time(), True
     flush()

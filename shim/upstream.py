@@ -64,7 +64,7 @@ def signature_problem(module: ModuleType, symbol: str, *expected: list[str]) -> 
 
 
 def is_glm5(hf_config: Any) -> bool:
-    """Is this Hugging Face config one of GLM-5's? The text config of a wrapped one counts."""
+    """Is this Hugging Face config one of GLM-5's? Where it holds a text config, that one counts."""
     text = getattr(hf_config, "text_config", None) or hf_config
     return getattr(text, "model_type", None) == GLM5
 

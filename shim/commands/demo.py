@@ -1,4 +1,4 @@
-"""`glm5-shim demo`: a tiny random GLM-5 as GGUF, served by the real `vllm serve` through `wrap`, asked over HTTP."""
+"""`glm5-shim demo`: the real `vllm serve` under `wrap` serves a tiny random GLM-5 GGUF, and answers over HTTP."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import click
+
 from shim import ledger
 from shim.env import state_dir
 
@@ -28,23 +30,23 @@ TOKENS = 16
 
 
 class DemoProblem(Exception):
-    """The demo could not finish; the message says at which step, and ends with the server's last lines."""
+    """The demo could not finish. The message says at which step, and ends with the server's last lines."""
 
 
 def work(timeout_s: int = 600) -> dict[str, Any]:
-    """Runs the demo: `{"ok", "left_out", "vllm", "model", "answer", "chat", "processes", "ready_s"}`; a process is
-    {pid, role, applied, used}."""
+    """Runs the demo: `{"ok", "left_out", "vllm", "model", "answer", "chat", "processes": [{"pid", "role", "applied",
+    "used"}], "ready_s"}`. DemoProblem if it cannot finish."""
     from shim.gguf.tiny import write_tiny
     from shim.patches import PATCHES
 
     needed = {patch.name for patch in PATCHES if patch.required}
-    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends the demo ends its server
+    for number in (signal.SIGTERM, signal.SIGHUP):  # then `server` ends the server, too
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory(prefix="glm5-shim-demo-", ignore_cleanup_errors=True) as scratch:
         root = Path(scratch)
         _say("writing a tiny GLM-5 GGUF in four parts")
         model = write_tiny(root / "model")
-        # vLLM leaves its sockets behind; their names, with the directory, have 107 characters at most
+        # vLLM leaves its sockets behind. The path of a socket has 107 characters at most
         places = {"TMPDIR": scratch} if len(scratch) < 64 else {}
         with server(WRAP, model, root, timeout_s, **places) as (url, ready_s):
             name = ask(f"{url}/v1/models")["data"][0]["id"]
@@ -57,7 +59,7 @@ def work(timeout_s: int = 600) -> dict[str, Any]:
                 temperature=0,
             )
         ledgers = ledger.read(root / "state")
-        with suppress(OSError):  # for `glm5-shim patches --ledgers`, as a server of the user's own leaves them
+        with suppress(OSError):  # so that `glm5-shim patches --ledgers` shows them, as it does for a user's own server
             state_dir().mkdir(parents=True, exist_ok=True)
             for path in (root / "state").glob("*.json"):
                 shutil.copy(path, state_dir())
@@ -86,16 +88,16 @@ def work(timeout_s: int = 600) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     """Prints what `work` found, for a person."""
-    print(f"vLLM {found['vllm']} served {found['model']}, ready after {found['ready_s']} s")
-    print(f"completion of {PROMPT!r}: {found['answer']!r}")
-    print(f"chat: {found['chat']!r}")
-    print("(the weights are random, so the words are too; that they come at all is the point)\n")
-    print(f"{'pid':>7}  {'process':<18}  patches applied (* acted)")
+    click.echo(f"vLLM {found['vllm']} served {found['model']}, ready after {found['ready_s']} s")
+    click.echo(f"completion of {PROMPT!r}: {found['answer']!r}")
+    click.echo(f"chat: {found['chat']!r}")
+    click.echo("(the weights are random, so the words are too; that they come at all is the point)\n")
+    click.echo(f"{'pid':>7}  {'process':<18}  patches applied (* acted)")
     for process in found["processes"]:
         names = [name + "*" * (name in process["used"]) for name in process["applied"]]
-        print(f"{process['pid']:>7}  {process['role']:<18}  {', '.join(names) or '-'}")
-    print("(`glm5-shim patches --ledgers` shows them again, and those of your own servers)")
-    print(
+        click.echo(f"{process['pid']:>7}  {process['role']:<18}  {', '.join(names) or '-'}")
+    click.echo("(`glm5-shim patches --ledgers` shows them again, and those of your own servers)")
+    click.echo(
         "\nok: the server answered and its worker passed the closing gate"
         if found["ok"]
         else f"\nNOT ok: GLM5_SHIM_SKIP leaves out {', '.join(found['left_out'])}, which GLM-5 needs"
@@ -108,8 +110,11 @@ def show(found: dict[str, Any]) -> None:
 def server(
     vllm: Sequence[str], model: Path, root: Path, timeout_s: int, *options: str, **env: str
 ) -> Iterator[tuple[str, float]]:
-    """`<vllm> serve MODEL options` in a session of its own; yields (url, seconds until ready), then stops every process
-    of it. Ledgers go to root/state, the log to root/server.log. DemoProblem if it does not come up in `timeout_s`."""
+    """Starts `<vllm> serve MODEL options` in a session of its own, and stops every process of that session at the end.
+
+    Yields (url, seconds until ready). Ledgers go to root/state, the server's log to root/server.log. `env` is added to
+    the server's environment. DemoProblem if the server is not ready after `timeout_s` seconds.
+    """
     port = _free_port()
     log = root / "server.log"
     command = [
@@ -138,9 +143,9 @@ def server(
 
 def _server_env(root: Path) -> dict[str, str]:
     env = dict(os.environ)
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files each process of the server imports for a minute
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files each process of the server needs a minute to import
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    env.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first request compiles the sampler, and needs a C++ compiler
+    env.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first request would compile the sampler with a C++ compiler
     env.setdefault("HF_HUB_OFFLINE", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     env["GLM5_SHIM_STATE_DIR"] = str(root / "state")
@@ -150,7 +155,7 @@ def _server_env(root: Path) -> dict[str, str]:
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float) -> None:
     begin = time.monotonic()
-    told = -10.0
+    reported = -10.0
     while True:
         waited = time.monotonic() - begin
         if process.poll() is not None:
@@ -165,28 +170,30 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, deadline: float
                 return
         except (urllib.error.URLError, OSError):
             pass
-        if waited - told >= 5:
-            told = waited
+        if waited - reported >= 5:
+            reported = waited
             last = shorten(_last_message(log), 100, placeholder=" ...")
             _say(f"waiting for the server, {waited:.0f} s{last and ': ' + last}")
         time.sleep(0.5)
 
 
 def _guard(group: int) -> subprocess.Popen[bytes]:
-    """Kills that process group when its stdin closes: at the latest when this process ends, by kill -9 too. vLLM's
-    server does not always end with SIGTERM while it starts, and its engine core outlives it."""
+    """A process that kills this process group when its stdin closes. That is when the demo ends, even by kill -9.
+
+    It is needed because vLLM's server may ignore SIGTERM while it starts, and its engine core may outlive it.
+    """
     line = f"read _; kill -KILL -{group} 2>/dev/null"
     return subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _stop(process: subprocess.Popen[bytes], guard: subprocess.Popen[bytes], state_dir: Path) -> None:
-    """Asks the server to stop, then makes sure: vLLM's worker outlives its parent now and then."""
+    """Asks the server to stop, then kills what is left of it: vLLM's worker sometimes outlives its parent."""
     try:
         if process.poll() is None:
             _say("stopping the server")
             process.send_signal(signal.SIGINT)
             process.wait(15)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C: no more patience, but no orphans either
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C ends the wait, and leaves no orphans
         pass
     for pid in {process.pid, *(one["pid"] for one in ledger.read(state_dir))}:
         if _in_session(pid, process.pid):
@@ -207,7 +214,7 @@ def _in_session(pid: int, session: int) -> bool:
 
 
 def ask(url: str, **body: Any) -> dict[str, Any]:
-    """GET, or POST of `body` where there is one; the JSON answer."""
+    """The JSON answer to a GET, or to a POST if there is a `body`. DemoProblem if the server refuses."""
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -231,7 +238,7 @@ def _tail(log: Path, lines: int) -> str:
 
 
 def _last_message(log: Path) -> str:
-    """vLLM's last one: other lines are fragments of somebody's warning."""
+    """The last line that vLLM logged as INFO; "" if there is none. Other lines are often parts of a warning."""
     return next((line for line in reversed(log.read_text(errors="replace").splitlines()) if "INFO" in line), "")
 
 
@@ -243,4 +250,4 @@ def _free_port() -> int:
 
 
 def _say(line: str) -> None:
-    print(f"glm5-shim demo: {line}", file=sys.stderr, flush=True)
+    click.echo(f"glm5-shim demo: {line}", err=True)

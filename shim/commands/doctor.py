@@ -1,6 +1,6 @@
-"""Is this machine ready? A first set of checks; each answers ok, warning, problem or skipped, why, and the mend.
+"""`glm5-shim doctor`: is this machine ready? Each check answers ok, warning, problem or skipped, why, and the mend.
 
-A check that raises is a problem itself, never a traceback.
+A check that raises is reported as a problem. It never ends the command.
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shim import env, ledger, process, upstream
+import click
+
+from shim import env, process, upstream
 from shim.attention import MEMBER
+from shim.commands import patches
+from shim.commands.output import print_columns
 from shim.patch import State
+from shim.patches import PATCHES
 from shim.patches.backend_choice import HANG
+
+MARKS = {"ok": "[✓]", "warning": "[!]", "problem": "[✗]", "skipped": "[-]"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    status: str  # ok | warning | problem | skipped
+    status: str  # a key of MARKS
     why: str
     mend: str = ""
 
@@ -40,6 +45,24 @@ def examine(names: Sequence[str]) -> dict[str, Any]:
             finding = _failure(problem)
         rows.append({"name": name, **asdict(finding)})
     return {"ok": all(row["status"] != "problem" for row in rows), "checks": rows}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints what `examine` found, for a person."""
+    for check in found["checks"]:
+        click.echo(f"{MARKS[check['status']]} {check['name']}: {check['why']}")
+        if check["mend"]:
+            click.echo(f"    mend: {check['mend']}")
+    counts = [f"{len(found['checks'])} checks"]
+    for kind in ("problem", "warning"):
+        count = sum(check["status"] == kind for check in found["checks"])
+        counts.append(f"{count} {kind}{'' if count == 1 else 's'}")
+    click.echo(", ".join(counts))
+
+
+def show_checks() -> None:
+    """Prints the name of each check, and what it looks at."""
+    print_columns([(name, (check.__doc__ or "").splitlines()[0]) for name, check in CHECKS.items()])
 
 
 def _failure(problem: Exception) -> Finding:
@@ -61,8 +84,6 @@ def check_vllm() -> Finding:
 
 def check_environment() -> Finding:
     """Do the GLM5_SHIM_* variables make sense?"""
-    from shim.patches import PATCHES
-
     try:
         skipped = env.check(tuple(p.name for p in PATCHES))
     except env.EnvProblem as problem:
@@ -70,8 +91,8 @@ def check_environment() -> Finding:
     if env.off():
         return Finding("warning", "GLM5_SHIM_OFF=1: the shim is switched off", "unset GLM5_SHIM_OFF")
     if env.foreign():
-        said = f"GLM5_SHIM_PYTHON={env.foreign()}: the shim stays off in this Python, {env.interpreter()}"
-        return Finding("warning", said, "unset GLM5_SHIM_PYTHON; `wrap` sets it")
+        why = f"GLM5_SHIM_PYTHON={env.foreign()}: the shim stays off in this Python, {env.interpreter()}"
+        return Finding("warning", why, "unset GLM5_SHIM_PYTHON; `wrap` sets it")
     if skipped:
         return Finding("warning", f"left out by GLM5_SHIM_SKIP: {', '.join(sorted(skipped))}", "unset GLM5_SHIM_SKIP")
     if env.unknown():
@@ -94,10 +115,10 @@ def check_import_name() -> Finding:
 def check_child() -> Finding:
     """Does a child process started like vLLM's come up with every required patch?"""
     try:
-        rows = _patch_rows()
+        rows = patches.patch_table()["patches"]
     except env.SwitchedOff as problem:
         return Finding("warning", str(problem), "unset it")
-    except env.EnvProblem as problem:  # check_environment tells what to do
+    except env.EnvProblem as problem:  # its mend is check_environment's
         return Finding("skipped", str(problem))
     bad = [r for r in rows if r["required"] and r["state"] in (State.FAILED.value, State.LATE.value)]
     if bad:
@@ -108,8 +129,8 @@ def check_child() -> Finding:
         return Finding("problem", "the shim did not come up in a child process", "run without python -I, -E, -S")
     off = [r["name"] for r in rows if r["required"] and r["state"] == State.OFF.value]
     if off:
-        said = f"left out by GLM5_SHIM_SKIP, and GLM-5 needs them unless you know better: {', '.join(off)}"
-        return Finding("warning", said, "unset GLM5_SHIM_SKIP")
+        why = f"left out by GLM5_SHIM_SKIP, and GLM-5 needs them unless you know better: {', '.join(off)}"
+        return Finding("warning", why, "unset GLM5_SHIM_SKIP")
     states = [r["state"] for r in rows]
     counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     return Finding("ok", f"in a child process: {counts}")
@@ -138,18 +159,18 @@ def check_gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("skipped", "no NVIDIA GPU is visible: GLM-5 runs with reference kernels, for demo and tests")
     found = torch.cuda.get_device_capability()
-    what = f"{torch.cuda.get_device_name()}, capability {found[0]}.{found[1]}"
+    gpu = f"{torch.cuda.get_device_name()}, capability {found[0]}.{found[1]}"
     if found < (8, 0):
-        return Finding("problem", f"{what}: TRITON_MLA_SPARSE needs 8.0", "use a newer GPU")
+        return Finding("problem", f"{gpu}: TRITON_MLA_SPARSE needs 8.0", "use a newer GPU")
     if upstream.capability(found)[0] != 12:
-        return Finding("ok", f"{what}: vLLM's own backends come first; --attention-backend {MEMBER} takes the shim's")
+        return Finding("ok", f"{gpu}: vLLM's own backends come first; --attention-backend {MEMBER} takes the shim's")
     indexer = {
         "triton": "the indexer is the shim's",
         "native": "the indexer is vLLM's own (GLM5_SHIM_INDEXER=native)",
         "auto": "the indexer is vLLM's where a probe proves it, else the shim's",
     }[env.indexer()]
-    said = f"{what}: {MEMBER} comes first; {indexer}. Nothing of this has run on SM120 hardware yet"
-    return Finding("warning", said, f"glm5-shim selftest runs the kernels here; {HANG}")
+    why = f"{gpu}: {MEMBER} comes first; {indexer}. Nothing of this has run on SM120 hardware yet"
+    return Finding("warning", why, f"glm5-shim selftest runs the kernels here; {HANG}")
 
 
 def check_gguf() -> Finding:
@@ -194,45 +215,3 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "gguf": check_gguf,
     "child": check_child,
 }
-
-
-def patches() -> dict[str, Any]:
-    """`shim.commands.patches.patch_table`, where on a CPU wheel the module for NVIDIA's platform needs no patch: it
-    cannot be imported there and never is. EnvProblem where the variables keep the shim from coming up."""
-    from shim.commands.patches import patch_table
-    from shim.patches import PATCHES
-
-    env.check(tuple(p.name for p in PATCHES))
-    table = patch_table()
-    for row in table["patches"]:
-        if row["state"] == State.WAITING.value and row["target"] == "vllm.platforms.cuda" and upstream.cpu_wheel():
-            row |= {"state": State.UNNEEDED.value, "detail": "this vLLM is a build for CPUs, without CUDA's platform"}
-    return table
-
-
-def processes() -> dict[str, Any]:
-    """What the ledgers say, oldest process first: `{"directory", "processes": [{"pid", "role", "running", "vllm",
-    "states": {state: [patch, ..]}, "used": [patch, ..]}]}`. `vllm`: None where it was not imported. OSError if the
-    state directory is a file or cannot be read."""
-    rows = []
-    with suppress(FileNotFoundError):
-        os.listdir(env.state_dir())  # glob, which `ledger.read` uses, is silent about what it cannot list
-    for one in ledger.read(env.state_dir()):
-        states: dict[str, list[str]] = {}
-        for patch in one["patches"]:
-            states.setdefault(patch.get("state", "none"), []).append(patch["name"])
-        rows.append(
-            {
-                **{key: one[key] for key in ("pid", "role", "vllm")},
-                "running": ledger.running(one["pid"]),
-                "states": states,
-                "used": [patch["name"] for patch in one["patches"] if patch.get("used")],
-            }
-        )
-    return {"directory": str(env.state_dir()), "processes": rows}
-
-
-@cache
-def _patch_rows() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = patches()["patches"]
-    return rows

@@ -1,8 +1,8 @@
 """`glm5-shim explain`: which attention backend takes GLM-5 here, and why each of the others does not.
 
-Nothing is judged here. A child process imports the installed vLLM, and vLLM's own `validate_configuration` and
-`get_attn_backend_cls` answer for GLM-5's attention; one child without the shim, one with it. No GPU is needed: the
-capability is given, and what is compiled is never called.
+vLLM itself answers. One child process imports it without the shim and another one with the shim. There vLLM's own
+`validate_configuration` and `get_attn_backend_cls` judge GLM-5's attention. No GPU is needed: the capability is an
+argument, and nothing calls compiled code.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import click
+
 from shim import env, process
 from shim.commands.wrap import environment
 from shim.patches import PATCHES
 
-# the geometry of GLM-5 (its config.json) that backends and their selector look at
+# GLM-5's geometry, from its config.json, as far as backends and their selector look at it
 GLM5: dict[str, Any] = {
     "model_type": "glm_moe_dsa",
     "num_attention_heads": 64,
@@ -44,9 +46,11 @@ class ExplainProblem(Exception):
 
 
 def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bfloat16") -> dict[str, Any]:
-    """`{"vllm", "capability", "gpu", "selected": {"without_shim", "with_shim"}, "backends": [{"name", "without_shim":
-    {"accepted", "reasons"}, "with_shim": ...}]}`; "gpu": is there one? ExplainProblem if vLLM cannot be asked,
-    ValueError for a bad argument."""
+    """`{"vllm", "capability", "gpu", "kv_cache_dtype", "dtype", "selected": {"without_shim", "with_shim"}, "backends":
+    [{"name", "without_shim": {"accepted", "reasons"}, "with_shim": ...}]}`; gpu: has this machine one?
+
+    ExplainProblem if vLLM cannot be asked, ValueError for a bad argument.
+    """
     question = {
         "capability": env.capability("capability", capability) if capability else None,
         "kv_cache_dtype": kv_cache_dtype,
@@ -58,7 +62,9 @@ def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bf
     if known and kv_cache_dtype not in known:
         raise ValueError(f"kv-cache-dtype is {kv_cache_dtype!r}, expected one of {', '.join(known)}")
     if env.off():
-        process.say("GLM5_SHIM_OFF is set: vLLM runs without the shim; what it would do with it is told all the same")
+        process.say(
+            "GLM5_SHIM_OFF is set: vLLM runs without the shim; this answer shows all the same what the shim would do"
+        )
     process.say("asking vLLM, without and with the shim: about half a minute")
     stock, ours = ask(question, shim=False), ask(question, shim=True)
     if not ours["gpu"]:
@@ -79,12 +85,28 @@ def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bf
     }
 
 
+def show(found: dict[str, Any]) -> None:
+    """Prints what `explain` found, for a person."""
+    options = f"KV cache {found['kv_cache_dtype']}, {found['dtype']}"
+    click.echo(f"vLLM {found['vllm']}, capability {found['capability']}, {options}")
+    for backend in found["backends"]:
+        before, after = (_in_words(backend[side]) for side in ("without_shim", "with_shim"))
+        click.echo(f"{backend['name']}: {before}" + (f"; with the shim: {after}" if after != before else ""))
+    for side, chosen in found["selected"].items():
+        click.echo(f"{side.replace('_', ' the ')}: {chosen or 'No valid attention backend found'}")
+
+
+def _in_words(verdict: dict[str, Any]) -> str:
+    return "accepted" if verdict["accepted"] else "; ".join(verdict["reasons"])
+
+
 def ask(question: dict[str, Any], *, shim: bool) -> dict[str, Any]:
     """The answer of one child, see `_answer`."""
     with tempfile.TemporaryDirectory() as state:
         variables = environment(os.environ) | {"GLM5_SHIM_STATE_DIR": state, "VLLM_LOGGING_LEVEL": "ERROR"}
         variables["GLM5_SHIM_OFF"] = "" if shim else "1"
-        others = [patch.name for patch in PATCHES if patch.name.startswith("cpu_")]  # only CUDA's platform is asked
+        # explain asks CUDA's platform alone, so the patches for the CPU wheel stay out
+        others = [patch.name for patch in PATCHES if patch.name.startswith("cpu_")]
         variables["GLM5_SHIM_SKIP"] = ",".join([*others, variables.get("GLM5_SHIM_SKIP", "")])
         variables.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files importing vLLM takes a minute
         try:
@@ -97,8 +119,8 @@ def ask(question: dict[str, Any], *, shim: bool) -> dict[str, Any]:
 
 
 def _cache_dtypes() -> tuple[str, ...]:
-    """vLLM's own CacheDType, from its source, for importing it takes as long as the whole answer; () if it is not
-    there."""
+    """The values of vLLM's own CacheDType, () without a vLLM. From its source, because an import takes as long as the
+    whole answer."""
     spec = find_spec("vllm")
     for place in (spec and spec.submodule_search_locations) or ():
         source = Path(place, "config", "cache.py")
@@ -146,7 +168,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         try:
             classes[name] = member.get_class()
             reasons = classes[name].validate_configuration(device_capability=capability, **config._asdict())
-        except Exception as problem:  # for ImportError the words are those of vLLM's selector
+        except Exception as problem:  # vLLM's selector describes an ImportError in the same words
             reasons = [f"{type(problem).__name__}: {problem}"]
         backends[name] = {"accepted": not reasons, "reasons": reasons}
     return {
@@ -159,7 +181,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _selected(platform: Any, config: Any, classes: dict[str, Any]) -> str | None:
-    """The name of the backend that vLLM's own selector takes, None if it takes none."""
+    """The name of the backend that vLLM's own selector takes; None if it takes none."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     try:
@@ -170,8 +192,11 @@ def _selected(platform: Any, config: Any, classes: dict[str, Any]) -> str | None
 
 
 def _stand_in(torch: Any) -> None:
-    """Where there is no GPU: empty modules for what is compiled, none for companions built for another torch, and
-    workspaces that backends allocate when they are imported without memory behind them."""
+    """Lets vLLM's CUDA backends be imported on a machine without a GPU. With one, nothing is replaced.
+
+    Compiled modules are empty here. Companions of torch, which may be built for another torch, cannot be imported.
+    Workspaces that backends allocate as they are imported have no memory behind them.
+    """
     from torch.overrides import TorchFunctionMode
 
     class NoMemory(TorchFunctionMode):
@@ -187,7 +212,7 @@ def _stand_in(torch: Any) -> None:
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=1)
     for name in ("torchvision", "torchaudio", "torchcodec"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    # never imported to see whether they are there: the CPU wheel's is for a CPU that this one may not be
+    # The real ones are not tried first: the CPU wheel's may be built for instructions that this CPU does not have.
     sys.modules.update({name: ModuleType(name) for name in COMPILED})
     from vllm.platforms import interface
 
@@ -196,12 +221,12 @@ def _stand_in(torch: Any) -> None:
 
 
 def _config() -> Any:
-    """What backends look at in the current config: GLM-5's geometry, and one rank."""
+    """What backends look at in vLLM's current config: GLM-5's geometry, and one rank."""
     from vllm.config import ParallelConfig
 
     hf_config = SimpleNamespace(**GLM5)
     model = SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config)
-    return SimpleNamespace(model_config=model, parallel_config=ParallelConfig())  # a whole VllmConfig needs a device
+    return SimpleNamespace(model_config=model, parallel_config=ParallelConfig())  # a real VllmConfig needs a device
 
 
 if __name__ == "__main__":

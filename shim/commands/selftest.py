@@ -1,7 +1,8 @@
-"""`glm5-shim selftest`: every kernel against its reference on this machine's GPU, and how long it takes there.
+"""`glm5-shim selftest`: every kernel against its reference on this machine's GPU, and how long it takes.
 
-Without a GPU the kernels run in Triton's interpreter, on small inputs: right or wrong, no speed. Always in a child
-process: Triton must be told of the interpreter before it is imported, and a kernel that crashes ends its process.
+Without a GPU the kernels run in Triton's interpreter on small inputs, and are not timed. The test runs in a child
+process for two reasons: TRITON_INTERPRET must be set before Triton is imported, and a kernel that crashes ends its
+process.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from shim import process
 
 if TYPE_CHECKING:
     import torch
 
-HEADS, INDEX_HEADS = 8, 32  # of GLM-5: heads per GPU at TP8; indexer heads
+HEADS, INDEX_HEADS = 8, 32  # GLM-5's attention heads per GPU at TP8, and its indexer heads
 TOPK = 2048
 
 
@@ -26,7 +29,7 @@ class SelftestProblem(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """`call` runs the kernel once; `compare` pairs what is right, in float64, with what it answered."""
+    """`call` runs the kernel once. `compare` takes its answer and returns pairs (expected in float64, found)."""
 
     name: str
     case: str
@@ -36,8 +39,11 @@ class Case:
 
 
 def selftest() -> dict[str, Any]:
-    """`{"device", "ok", "kernels": [{"name", "case", "rel_error", "limit", "ok", "median_us"}]}`; median_us is None
-    without a GPU, rel_error and median_us are None for a kernel that raised, which "error" then tells."""
+    """`{"device", "ok", "kernels": [{"name", "case", "rel_error", "limit", "ok", "median_us"}]}`.
+
+    median_us is None without a GPU. For a kernel that raised, rel_error and median_us are None, and "error" has the
+    exception. SelftestProblem if the child gives no answer.
+    """
     import torch
 
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -50,8 +56,17 @@ def selftest() -> dict[str, Any]:
     return found
 
 
+def show(found: dict[str, Any]) -> None:
+    """Prints what `selftest` found, for a person."""
+    click.echo(found["device"])
+    for row in found["kernels"]:
+        error = row.get("error") or f"relative error {row['rel_error']:.1e}, limit {row['limit']:.0e}"
+        time = "" if row["median_us"] is None else f", {row['median_us']} us"
+        click.echo(f"{'ok ' if row['ok'] else 'BAD'}  {row['name']}  {row['case']}: {error}{time}")
+
+
 def run() -> dict[str, Any]:
-    """The test itself, in this process; on a CPU Triton must have been imported with TRITON_INTERPRET=1."""
+    """The test itself, in this process. Without a GPU, TRITON_INTERPRET=1 must be set before Triton is imported."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -67,14 +82,14 @@ def _judge(case: Case, timed: bool) -> dict[str, Any]:
         error = max(relative_error(want, got) for want, got in case.compare(case.call()))
         micros = _median_us(case.call) if timed else None
     except Exception as problem:
-        said = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        return row | {"rel_error": None, "ok": False, "median_us": None, "error": said}
+        line = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        return row | {"rel_error": None, "ok": False, "median_us": None, "error": line}
     return row | {"rel_error": error, "ok": error <= case.limit, "median_us": micros}
 
 
 def relative_error(want: torch.Tensor, got: torch.Tensor) -> float:
-    """|got - want| / |want|, Euclidean, over all elements. At most 1e9, which NaN is too (neither it nor infinity is
-    JSON)."""
+    """|got - want| / |want| in the Euclidean norm over all elements. At most 1e9; NaN counts as that, because JSON has
+    neither NaN nor infinity."""
     error = float((got.double() - want.double()).norm() / want.double().norm())
     return error if error < 1e9 else 1e9
 
@@ -86,7 +101,8 @@ def _median_us(call: Callable[[], Any]) -> float:
 
 
 def cases(device: torch.device, large: bool) -> Iterator[Case]:
-    """All kernels, on inputs drawn afresh: a server's sizes, or what an interpreter does in seconds."""
+    """Every kernel, on new random inputs. large: sizes of a real server; else sizes that an interpreter can do in
+    seconds."""
     import torch
 
     generator = torch.Generator(device=device)
@@ -106,8 +122,10 @@ def cases(device: torch.device, large: bool) -> Iterator[Case]:
 def sparse_mla_case(
     generator: torch.Generator, tokens: int, length: int, columns: int, kv: str, alike: bool = False
 ) -> Case:
-    """One request of `length` cached tokens; a quarter of the chosen positions is -1. alike: the rest are the same for
-    all tokens, which then share gathers where this GPU's plan has that."""
+    """One request of `length` cached tokens. A quarter of the chosen positions is -1.
+
+    alike: the other positions are the same for all tokens. The tokens then share gathers, if this GPU's plan does that.
+    """
     import torch
 
     from shim.kernels.sparse_mla import launch, reference, tune
@@ -190,7 +208,8 @@ def paged_case(generator: torch.Generator, batch: int, length: int) -> Case:
 
 
 def topk_case(generator: torch.Generator, rows: int, columns: int, k: int, *, windows: bool) -> Case:
-    """Judged by the values of what was chosen, in order: ties may be cut anywhere. The last row is shorter than k."""
+    """Compares the sorted values of the chosen columns, because any of several equal columns is right. The last row is
+    shorter than k."""
     import torch
 
     from shim.kernels.topk import launch, reference
@@ -207,7 +226,7 @@ def topk_case(generator: torch.Generator, rows: int, columns: int, k: int, *, wi
     def values(chosen: torch.Tensor) -> torch.Tensor:
         first = 0 if starts is None else starts[:, None]
         held = logits.gather(1, (chosen + first).clamp(0, columns - 1).long())
-        # what is no column counts 100: an answer that leaves one out, or makes one up, is far off
+        # a position that is no column counts 100, so an answer with a missing or invented column is far off
         return held.masked_fill((chosen < 0) | (chosen >= lengths[:, None]), 100.0).sort(dim=1).values
 
     def compare(got: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -222,7 +241,7 @@ def topk_case(generator: torch.Generator, rows: int, columns: int, k: int, *, wi
 
 
 def _seen(want: torch.Tensor, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both where there is a key; the kernel leaves the rest as it was."""
+    """Both at the places that have a key. The kernel does not write the others."""
     seen = want.isfinite()
     return want[seen], got[seen]
 

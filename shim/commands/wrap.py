@@ -1,4 +1,4 @@
-"""Runs a command with the shim on: sets the environment, then becomes the command (same pid, signals, exit code)."""
+"""`glm5-shim wrap`: sets the environment, then becomes the command. Its pid, signals and exit code stay its own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ STARTERS = ("env", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "t
 
 
 class WrapProblem(Exception):
-    """The command cannot be run; the message is one line."""
+    """The command cannot be run. The message is one line."""
 
 
 def bootstrap_dir() -> Path:
-    """The directory that goes on PYTHONPATH: in a wheel shim/_bootstrap, in a checkout its root."""
+    """The directory that goes on PYTHONPATH: shim/_bootstrap of a wheel, the root of a checkout."""
     package = process.PACKAGE
     packed = package / "_bootstrap"
     return packed if packed.is_dir() else package.parent
@@ -32,7 +32,7 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
     """`base` with the shim switched on for this interpreter and all its children."""
     ours = str(bootstrap_dir())
     others = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and os.path.realpath(p) != ours]
-    # what vLLM gives to Ray workers on other machines; GLM5_SHIM_PYTHON is this machine's
+    # vLLM copies these to Ray workers on other machines, where GLM5_SHIM_PYTHON would name a Python of this one
     ray = [name for name in base.get(RAY_COPIES, "").split(",") if name]
     ray += [v.name for v in env.VARIABLES if v.name not in ("GLM5_SHIM_PYTHON", *ray)]
     return {
@@ -45,7 +45,8 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def find(command: str) -> str:
-    """The executable for `command`; a bare name is looked for beside this interpreter first, then on PATH."""
+    """The executable for `command`: a bare name is searched for beside this interpreter, then on PATH. WrapProblem if
+    there is none."""
     beside = os.path.join(sys.prefix, "bin")
     found = shutil.which(command, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if found is None and os.path.exists(command):
@@ -58,10 +59,10 @@ def find(command: str) -> str:
 
 
 def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
-    """What in this command keeps the shim out, one line each."""
+    """What in this command keeps the shim out: one line for each fault."""
     if os.path.basename(executable) in STARTERS:
-        for place, argument in enumerate(arguments):  # the first that is a program: options and their values are none
-            if started := shutil.which(argument):
+        for place, argument in enumerate(arguments):
+            if started := shutil.which(argument):  # the first program: an option or its value is none
                 words = {*arguments[:place]}
                 emptied = os.path.basename(executable) == "env" and words & {"-", "-i", "--ignore-environment"}
                 if emptied and not any(word.startswith("PYTHONPATH=") for word in words):
@@ -73,17 +74,17 @@ def warnings(executable: str, arguments: Sequence[str]) -> list[str]:
         interpreter, options = executable, _python_options(arguments)
     if not os.path.basename(os.path.realpath(interpreter)).startswith("python"):
         return []
-    said = []
+    lines = []
     prefix = _prefix(interpreter)
     if os.path.realpath(prefix) != os.path.realpath(sys.prefix):
-        said.append(f"{executable} runs in {prefix}, not in {sys.prefix}: the shim stays off there")
-    deaf = [o for o in options if set(o) & set("IES")]
-    return said + [f"python {o} ignores PYTHONPATH or sitecustomize: the shim stays off" for o in deaf]
+        lines.append(f"{executable} runs in {prefix}, not in {sys.prefix}: the shim stays off there")
+    isolating = [option for option in options if set(option) & set("IES")]
+    return lines + [f"python {o} ignores PYTHONPATH or sitecustomize: the shim stays off" for o in isolating]
 
 
 def run(command: Sequence[str]) -> None:
-    """Replaces this process. WrapProblem if the command cannot be found or started, this vLLM is not supported, or a
-    GLM5_SHIM_* variable makes no sense."""
+    """Replaces this process by the command. WrapProblem if the command cannot be found or started, this vLLM is not
+    supported, or a GLM5_SHIM_* variable makes no sense."""
     from shim.patches import PATCHES
 
     refusal = upstream.unsupported(upstream.installed() or "0.16.0")
@@ -101,14 +102,14 @@ def run(command: Sequence[str]) -> None:
     for line in warnings(executable, command[1:]):
         process.say(line)
     try:
-        # argv[0] in full: a Python that is called by a bare name looks for its own prefix on PATH
+        # argv[0] is the full path, because a Python that is called by a bare name searches PATH for its own prefix
         os.execve(executable, [executable, *command[1:]], environment(os.environ))
     except OSError as problem:
         raise WrapProblem(f"{executable}: {problem.strerror}") from problem
 
 
 def _prefix(interpreter: str) -> Path:
-    """sys.prefix of this Python. A pyvenv.cfg counts beside it as it is called, not beside what it links to."""
+    """sys.prefix of this Python. Like Python itself, this looks for pyvenv.cfg beside a link, not beside its target."""
     called = Path(os.path.abspath(interpreter)).parent
     if any((place / "pyvenv.cfg").is_file() for place in (called, called.parent)):
         return called.parent
@@ -116,11 +117,11 @@ def _prefix(interpreter: str) -> Path:
 
 
 def _shebang(executable: str) -> tuple[str, list[str]]:
-    """The interpreter that a script names, and its options; ("", []) for a program."""
+    """The interpreter that a script names, and that interpreter's options; ("", []) for a program."""
     with open(executable, "rb") as file:
         first, second = (file.readline(8192).decode(errors="replace") for _ in range(2))
     words = first[2:].split() if first.startswith("#!") else []
-    if words == ["/bin/sh"] and second.startswith("'''exec' "):  # pip's, where the path is long or has a space
+    if words == ["/bin/sh"] and second.startswith("'''exec' "):  # pip writes this if the path is long or has a space
         with suppress(ValueError):
             words = shlex.split(second)[1:]
     if words and os.path.basename(words[0]) == "env":
@@ -130,7 +131,7 @@ def _shebang(executable: str) -> tuple[str, list[str]]:
 
 
 def _python_options(arguments: Sequence[str]) -> list[str]:
-    """Python's own options without those that carry a value: everything before the script, -c or -m."""
+    """Python's own options before the script, -c or -m, without those that take a value."""
     options = []
     rest = iter(arguments)
     for argument in rest:

@@ -7,7 +7,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,10 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from shim import __version__
-from shim.gguf.reader import HeaderReader, Metadata, TensorInfo
+from shim import process
+from shim.gguf.reader import MAGIC, Header, MalformedHeader, Metadata, TensorInfo, read_header
 
-MAGIC = b"GGUF"
 GIVE = "give a .gguf file, any part of a set, its directory, or directory:QUANT"
-VERSIONS = {2, 3}
 MOST_NAMED = 32  # missing parts
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's gguf-split
 
@@ -57,6 +56,22 @@ class Part:
     data_offset: int
 
 
+class _View:
+    """A part's bytes. All tensors of a part share one memory map, which is closed when nobody holds a piece of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: Callable[[], np.ndarray | None] = lambda: None
+
+    def whole(self) -> np.ndarray:
+        """uint8 [bytes of the part], memory-mapped for reading."""
+        found = self._map()
+        if found is None:
+            found = np.memmap(self.path, mode="r")
+            self._map = weakref.ref(found)
+        return found
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One tensor, still in its file. `shape` is torch's order (GGUF lists dimensions the other way round)."""
@@ -67,11 +82,12 @@ class Tensor:
     part: Path
     nbytes: int
     offset: int
-    _data: np.ndarray = field(repr=False, compare=False)
+    _view: _View = field(repr=False, compare=False)
 
     def raw(self) -> np.ndarray:
-        """A memory-mapped view: float32 or float16 of `shape`; for any other type uint8, the last axis in bytes."""
-        flat = self._data[self.offset : self.offset + self.nbytes]
+        """A read-only view of the file: float32 or float16 of `shape`; for any other type uint8, the last axis in
+        bytes. The part is mapped while such a view is held."""
+        flat = self._view.whole()[self.offset : self.offset + self.nbytes]
         if self.type in _NUMPY_TYPES:
             return flat.view(_NUMPY_TYPES[self.type]).reshape(self.shape)
         return flat.reshape(gguf.quant_shape_to_byte_shape(self.shape, self.type))
@@ -107,7 +123,7 @@ def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
     missing = [p.name for p in paths if not p.is_file()]
     if paths[0].is_file():
         first = _read_header(paths[0])
-        _check_arch(paths[0], Metadata(first.fields), arch)
+        _check_arch(paths[0], first.metadata, arch)
     if missing:
         if not paths[0].parent.is_dir():
             raise GGUFProblem(f"{paths[0].parent} does not exist; expected the directory of the {len(paths)} parts")
@@ -116,29 +132,29 @@ def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
             f"{len(missing)} of {len(paths)} parts missing in {paths[0].parent}: {named}; "
             "download them into that directory"
         )
-    readers = [first, *(_read_header(p) for p in paths[1:])]
-    metadata = [Metadata(reader.fields) for reader in readers]
-    _check_split(paths, metadata, [len(reader.infos) for reader in readers])
+    headers = [first, *(_read_header(p) for p in paths[1:])]
+    _check_split(paths, [header.metadata for header in headers], [len(header.tensors) for header in headers])
     parts: list[Part] = []
     tensors: dict[str, Tensor] = {}
-    for p, reader in zip(paths, readers, strict=True):
-        parts.append(Part(p, len(reader.infos), reader.data.size, reader.data_offset))
-        for tensor in (_tensor(p, reader, info) for info in reader.infos):
+    for p, header in zip(paths, headers, strict=True):
+        parts.append(Part(p, len(header.tensors), header.file_bytes, header.data_offset))
+        view = _View(p)
+        own = [_tensor(view, header.data_offset, info) for info in header.tensors]
+        for tensor in own:
             if tensor.name in tensors:
                 raise GGUFProblem(
                     f"tensor {tensor.name} is in both {tensors[tensor.name].part.name} and {p.name}: "
                     "these are parts of different models; download one complete set"
                 )
             tensors[tensor.name] = tensor
-        own = [t for t in tensors.values() if t.part == p]
-        _check_length(p, reader.data.size, own)
-        _check_layout(p, own, max(reader.alignment, readers[0].alignment))
-    return Model(parts, metadata[0], tensors)
+        _check_length(p, header.file_bytes, own)
+        _check_layout(p, own, max(header.alignment, headers[0].alignment))
+    return Model(parts, headers[0].metadata, tensors)
 
 
 def fingerprint(model: Model) -> str:
     """32 hex digits that change when a part's header, size or time does, or the shim's version: a cache key."""
-    digest = hashlib.sha256(__version__.encode())
+    digest = hashlib.sha256(process.identity().encode())
     for part in model.parts:
         stat = part.path.stat()
         digest.update(f"|{stat.st_size}|{stat.st_mtime_ns}|{part.data_offset}|".encode())
@@ -227,34 +243,18 @@ def _set_in(directory: Path, quant: str) -> list[Path]:
     raise GGUFProblem(f"{len(found)} sets in {directory} match: {names}; choose one as {directory}:NAME")
 
 
-def _read_header(path: Path) -> HeaderReader:
+def _read_header(path: Path) -> Header:
     try:
-        with path.open("rb") as file:
-            start, version = file.read(4), file.read(4)
+        return read_header(path)
     except OSError as error:
         raise GGUFProblem(f"{path.name} cannot be read: {error.strerror}; give its reader the right to") from None
-    if not start:
-        raise GGUFProblem(f"{path.name} is empty, expected a GGUF; download it again")
-    if start != MAGIC:
-        raise GGUFProblem(f"{path.name} is not a GGUF: it starts with {start!r}, expected {MAGIC!r}; download it again")
-    if {int.from_bytes(version, order) for order in ("little", "big")}.isdisjoint(VERSIONS) and len(version) == 4:
-        number = int.from_bytes(version, "little")
-        raise GGUFProblem(
-            f"{path.name} is a GGUF of version {number}, expected 2 or 3; download it again, or another file"
-        )
-    size = path.stat().st_size
-    try:
-        reader = HeaderReader(path)
     except EOFError as error:
         raise GGUFProblem(
-            f"{path.name} is cut short: {size} bytes found, and its header goes on after byte {error.args[0]}; "
-            "download it again"
+            f"{path.name} is cut short: {path.stat().st_size} bytes found, and its header goes on after byte "
+            f"{error.args[0]}; download it again"
         ) from None
-    except (ValueError, KeyError, OverflowError) as error:
-        raise GGUFProblem(f"{path.name} has a header that cannot be read: {error}; download it again") from None
-    if reader.byte_order != "I":
-        raise GGUFProblem(f"{path.name} is big-endian, expected little-endian; convert the model anew")
-    return reader
+    except MalformedHeader as error:
+        raise GGUFProblem(f"{path.name} {error}") from None
 
 
 def _check_arch(path: Path, metadata: Metadata, arch: str) -> None:
@@ -288,7 +288,8 @@ def _check_split(paths: list[Path], metadata: list[Metadata], counts: list[int])
         raise GGUFProblem(f"{sum(counts)} tensors in {len(paths)} parts, {paths[0].name} promises {promised}: {advice}")
 
 
-def _tensor(path: Path, reader: HeaderReader, info: TensorInfo) -> Tensor:
+def _tensor(view: _View, data_offset: int, info: TensorInfo) -> Tensor:
+    path = view.path
     known = {t.value: t for t in (*PLAIN_TYPES, *QUANT_TYPES)}
     kind = known.get(info.type_number)
     if kind is None:
@@ -301,15 +302,15 @@ def _tensor(path: Path, reader: HeaderReader, info: TensorInfo) -> Tensor:
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     elements = math.prod(info.shape)
     row = info.shape[-1] if info.shape else 1
-    if not elements or len(info.shape) > 4:
+    if not elements:
         raise GGUFProblem(f"tensor {info.name} in {path.name} has shape {info.shape}; download it again")
     if row % block:
         raise GGUFProblem(
             f"tensor {info.name} in {path.name} has rows of {row}, but {kind.name} needs a multiple of {block}; "
             "download it again"
         )
-    offset = reader.data_offset + info.offset
-    return Tensor(info.name, info.shape, kind, path, elements // block * block_bytes, offset, reader.data)
+    nbytes = elements // block * block_bytes
+    return Tensor(info.name, info.shape, kind, path, nbytes, data_offset + info.offset, view)
 
 
 def _check_length(path: Path, size: int, tensors: list[Tensor]) -> None:

@@ -60,7 +60,8 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
     from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
     from shim.gguf.hf_directory import require_cache
     from shim.gguf.names import require_complete, require_nextn
-    from shim.gguf.quantised_layers import cut_problem, plan
+    from shim.gguf.quantised_layers import quantised_layers
+    from shim.gguf.tensor_parallel import cut_problem
     from shim.gguf.tokenizer import tables
 
     try:
@@ -71,7 +72,7 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
         if _drafts_with_nextn(argv):
             require_nextn(model)
         if upstream.others_serve_gguf() and _option(argv, "--quantization", "-q") in (None, "gguf"):
-            plan(model)
+            quantised_layers(model)
             ranks = _size(argv, "--tensor-parallel-size", "-tp")
             parallel_experts = {"--enable-expert-parallel", "-ep"} & {word.replace("_", "-") for word in argv}
             return cut_problem(model, ranks, _size(argv, "--data-parallel-size", "-dp"), bool(parallel_experts))

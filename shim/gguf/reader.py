@@ -1,27 +1,51 @@
-"""gguf-py's GGUFReader, made fast and strict enough to open a 400 GB set before a server starts.
+"""Reads the header of one GGUF part: its metadata and its list of tensors. No file stays open, no weight is read.
 
-Changes, all in how the header is walked (its layout is gguf-py's, GGUF version 2 and 3):
-- an array stays one undecoded slice: gguf-py makes several numpy objects per element, which costs seconds on GLM-5's
-  154,880 tokens and 321,649 merges;
-- reading past the end raises EOFError, where numpy slicing would hand back fewer bytes in silence;
-- tensors are listed, not viewed: an unknown type or a file cut inside its data must be reported by name, not crash;
-- counts are believed only as far as the file's size allows, so that a corrupt one costs no time.
+Layout (llama.cpp's gguf.md, versions 2 and 3, little-endian), from the first byte:
+
+    "GGUF", version u32, number of tensors u64, number of metadata keys u64
+    each key:     name, type u32, value
+    each tensor:  name, number of dimensions u32, dimensions u64 (the innermost first), type u32, offset u64
+    zeros up to a multiple of `general.alignment` (32 without that key); then the tensors' data, where offset 0 is
+
+A string, and so a name, is its length u64 and its bytes. An array is the type u32 of its items, their number u64, and
+the items.
+
+Why not gguf-py's reader: it makes several objects for each of GLM-5's 154,880 tokens and 321,649 merges, which takes
+20 s and more. It keeps every part mapped. And it does not notice that a file ends too early.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import numpy as np
-from gguf.gguf_reader import ReaderField
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MOST_HEADER_BYTES = 1 << 30  # a corrupt length must not make us copy the weights
+MOST_NAME_BYTES = (1 << 16) - 1  # gguf.md's limit for a key
+MOST_DIMENSIONS = 4
+_STRING, _ARRAY, _FLOAT32, _UINT32 = 8, 9, 6, 4
+_NUMBERS = {  # type number -> numpy type
+    **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", _UINT32: "<u4", 5: "<i4", _FLOAT32: "<f4", 7: "?"},
+    **{10: "<u8", 11: "<i8", 12: "<f8"},
+}
+_LEAST_KEY_BYTES = 8 + 4 + 1
+_LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+class MalformedHeader(ValueError):
+    """The message goes on after the name of the file: "is ..., expected ...; download it again"."""
 
 
 class TensorInfo(NamedTuple):
-    """One entry of the tensor list: shape in torch order, type as the raw ggml number, offset from the data section."""
+    """One entry of the tensor list. `shape`: torch's order. `type_number`: ggml's. `offset`: in the data section."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,76 +53,22 @@ class TensorInfo(NamedTuple):
     offset: int
 
 
-class HeaderReader(gguf.GGUFReader):
-    """Reads a part's header. EOFError: the file ends inside it. ValueError or KeyError: it is malformed."""
+class Field(NamedTuple):
+    """A value as it is in the file. `item` is the type of an array's items, else None. `body` has no length."""
 
-    infos: list[TensorInfo]
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        if offset + np.dtype(dtype).itemsize * int(count) > self.data.size:
-            raise EOFError(offset)
-        return super()._get(offset, dtype, count, override_order)
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type != gguf.GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        item = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
-        count = int(self._get(orig_offs + 4, np.uint64)[0])
-        start = orig_offs + 12
-        if item is gguf.GGUFValueType.STRING:
-            size = self._strings_size(start, count)
-        else:
-            size = np.dtype(self.gguf_scalar_to_np[item]).itemsize * count
-        body = self._get(start, np.uint8, size)
-        return 12 + size, [body], [0], [gguf.GGUFValueType.ARRAY, item]
-
-    def _strings_size(self, start: int, count: int) -> int:
-        view = memoryview(self.data.data)
-        offset = start
-        if start + 8 * count > self.data.size:  # an empty string takes 8 bytes
-            raise EOFError(offset)
-        for _ in range(count):
-            if offset + 8 > self.data.size:
-                raise EOFError(offset)
-            offset += 8 + struct.unpack_from("<Q", view, offset)[0]
-        return offset - start
-
-    def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[ReaderField]]:
-        found: dict[str, ReaderField] = {}
-        for _ in range(int(count)):
-            field = self._get_tensor_info_field(offs)
-            if field.name in found:  # also the end of a list that a wrong count leads into zeros
-                raise ValueError(f"tensor {field.name!r} is listed twice")
-            found[field.name] = field
-            offs += sum(int(part.nbytes) for part in field.parts)
-        return offs, list(found.values())
-
-    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
-        self.infos = []
-        for field in fields:
-            _, name, _, dims, raw_type, offset = field.parts
-            self.infos.append(
-                TensorInfo(
-                    name=bytes(name).decode("utf-8"),
-                    shape=tuple(int(n) for n in reversed(dims)),
-                    type_number=int(raw_type[0]),
-                    offset=int(offset[0]),
-                )
-            )
+    kind: int
+    item: int | None
+    body: bytes
 
 
 class Metadata(Mapping[str, Any]):
-    """A GGUF's key-value section as plain Python values, each decoded when first asked for and then kept.
+    """A GGUF's metadata as plain Python values. Each is decoded when it is first read, and then kept.
 
-    A float32 becomes the shortest decimal that names it, which the converter was given: 1e-05, not 9.99999974e-06.
+    A float32 becomes the shortest decimal that rounds to it: 1e-05, as the converter was given, not 9.99999974e-06.
     """
 
-    def __init__(self, fields: Mapping[str, ReaderField]) -> None:
-        # gguf-py adds GGUF.version and the two counts, which no file holds as keys
-        self._fields = {key: field for key, field in fields.items() if not key.startswith("GGUF.")}
+    def __init__(self, fields: Mapping[str, Field]) -> None:
+        self._fields = fields
         self._values: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
@@ -116,23 +86,169 @@ class Metadata(Mapping[str, Any]):
         return len(self._fields)
 
 
-def _decode(field: ReaderField) -> Any:
-    kind = field.types[0]
-    if kind is gguf.GGUFValueType.ARRAY:
-        body = field.parts[field.data[0]].tobytes()
-        if field.types[1] is gguf.GGUFValueType.STRING:
-            return list(_strings(body))
-        return np.frombuffer(body, dtype=gguf.GGUFReader.gguf_scalar_to_np[field.types[1]]).tolist()
-    if kind is gguf.GGUFValueType.FLOAT32:
-        return float(str(field.parts[-1][0]))
-    if kind is gguf.GGUFValueType.STRING:
-        return field.parts[-1].tobytes().decode("utf-8", "replace")
-    return field.contents()
+class Header(NamedTuple):
+    """`data_offset`: the byte at which the data section starts. `file_bytes`: the size of the whole file."""
+
+    metadata: Metadata
+    tensors: list[TensorInfo]
+    alignment: int
+    data_offset: int
+    file_bytes: int
+
+
+def read_header(path: Path) -> Header:
+    """Raises EOFError(offset) if the file ends inside its header, MalformedHeader, or OSError."""
+    with path.open("rb") as file:
+        _check_start(file.read(8))
+        size = os.fstat(file.fileno()).st_size
+        limit = min(size, MOST_HEADER_BYTES)
+        with mmap.mmap(file.fileno(), limit, access=mmap.ACCESS_READ) as data:
+            try:
+                return _parse(_Cursor(data), size)
+            except EOFError:
+                if limit == size:
+                    raise
+                raise _corrupt(f"it is longer than {limit} bytes") from None
+
+
+def _check_start(start: bytes) -> None:
+    if not start:
+        raise MalformedHeader("is empty, expected a GGUF; download it again")
+    if start[:4] != MAGIC:
+        raise MalformedHeader(f"is not a GGUF: it starts with {start[:4]!r}, expected {MAGIC!r}; download it again")
+    if len(start) < 8:
+        raise EOFError(4)
+    version = int.from_bytes(start[4:], "little")
+    if int.from_bytes(start[4:], "big") in VERSIONS:
+        raise MalformedHeader("is big-endian, expected little-endian; convert the model anew")
+    if version not in VERSIONS:
+        raise MalformedHeader(f"is a GGUF of version {version}, expected 2 or 3; download it again, or another file")
+
+
+class _Cursor:
+    """A place in the file's first bytes. Each method returns what stands there and moves behind it."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 8  # behind magic and version
+
+    def skip(self, size: int) -> int:
+        """Returns where the next `size` bytes start. EOFError if there are fewer."""
+        start = self.at
+        if size > len(self.data) - start:
+            raise EOFError(start)
+        self.at = start + size
+        return start
+
+    def u32(self) -> int:
+        number: int = _U32.unpack_from(self.data, self.skip(4))[0]
+        return number
+
+    def u64(self) -> int:
+        number: int = _U64.unpack_from(self.data, self.skip(8))[0]
+        return number
+
+    def count(self, least: int) -> int:
+        """A number of things that take at least `least` bytes each. EOFError if the file cannot hold them."""
+        start, number = self.at, self.u64()
+        if number * least > len(self.data) - self.at:
+            raise EOFError(start)
+        return number
+
+    def take(self, size: int) -> bytes:
+        start = self.skip(size)
+        return self.data[start : start + size]
+
+    def name(self) -> str:
+        start, size = self.at, self.u64()
+        if size > MOST_NAME_BYTES:
+            raise _corrupt(f"the name at byte {start} has {size} bytes, expected at most {MOST_NAME_BYTES}")
+        try:
+            return self.take(size).decode("utf-8")
+        except UnicodeDecodeError:
+            raise _corrupt(f"the name at byte {start} is not UTF-8") from None
+
+    def strings(self, number: int) -> bytes:
+        """An array of strings, each with its length before it."""
+        data, end, start, offset = self.data, len(self.data), self.at, self.at
+        for _ in range(number):
+            if offset + 8 > end:
+                raise EOFError(offset)
+            offset += 8 + _U64.unpack_from(data, offset)[0]
+        return self.take(offset - start)
+
+
+def _corrupt(what: str) -> MalformedHeader:
+    return MalformedHeader(f"has a header that cannot be read: {what}; download it again")
+
+
+def _parse(cursor: _Cursor, file_bytes: int) -> Header:
+    n_tensors, n_keys = cursor.count(_LEAST_TENSOR_BYTES), cursor.count(_LEAST_KEY_BYTES)
+    fields: dict[str, Field] = {}
+    for _ in range(n_keys):
+        key = cursor.name()
+        if key in fields:
+            raise _corrupt(f"metadata key {key!r} is listed twice")
+        fields[key] = _field(cursor, key)
+    tensors: dict[str, TensorInfo] = {}
+    for _ in range(n_tensors):
+        tensor = _tensor(cursor)
+        if tensor.name in tensors:  # a wrong count that leads into zeros ends here, too
+            raise _corrupt(f"tensor {tensor.name!r} is listed twice")
+        tensors[tensor.name] = tensor
+    alignment = _alignment(fields.get("general.alignment"))
+    data_offset = -(-cursor.at // alignment) * alignment
+    return Header(Metadata(fields), list(tensors.values()), alignment, data_offset, file_bytes)
+
+
+def _field(cursor: _Cursor, key: str) -> Field:
+    kind, item = cursor.u32(), None
+    if kind == _STRING:
+        return Field(kind, None, cursor.take(cursor.u64()))
+    number = 1
+    if kind == _ARRAY:
+        item = cursor.u32()
+        number = cursor.count(8 if item == _STRING else 1)
+        if item == _STRING:
+            return Field(kind, item, cursor.strings(number))
+    numpy_type = _NUMBERS.get(kind if item is None else item)
+    if numpy_type is None:  # an array of arrays, too
+        what = f"of type {kind}" if item is None else f"an array of type {item}"
+        raise _corrupt(f"metadata key {key!r} is {what}, which no GLM-5 has")
+    return Field(kind, item, cursor.take(number * np.dtype(numpy_type).itemsize))
+
+
+def _tensor(cursor: _Cursor) -> TensorInfo:
+    name, n_dimensions = cursor.name(), cursor.u32()
+    if n_dimensions > MOST_DIMENSIONS:
+        raise _corrupt(f"tensor {name!r} has {n_dimensions} dimensions, expected at most {MOST_DIMENSIONS}")
+    dimensions = [cursor.u64() for _ in range(n_dimensions)]
+    return TensorInfo(name, tuple(reversed(dimensions)), cursor.u32(), cursor.u64())
+
+
+def _alignment(field: Field | None) -> int:
+    if field is None:
+        return 32
+    alignment = int.from_bytes(field.body, "little") if field.kind == _UINT32 else 0
+    if alignment.bit_count() != 1:
+        raise _corrupt("general.alignment is not a power of two of type uint32")
+    return alignment
+
+
+def _decode(field: Field) -> Any:
+    if field.kind == _STRING:
+        return field.body.decode("utf-8", "replace")
+    if field.item == _STRING:
+        return list(_strings(field.body))
+    if field.item is not None:
+        return np.frombuffer(field.body, dtype=_NUMBERS[field.item]).tolist()
+    value = np.frombuffer(field.body, dtype=_NUMBERS[field.kind])[0]
+    return float(str(value)) if field.kind == _FLOAT32 else value.item()
 
 
 def _strings(body: bytes) -> Iterator[str]:
     offset = 0
     while offset < len(body):
         start = offset + 8
-        offset = start + struct.unpack_from("<Q", body, offset)[0]
+        offset = start + _U64.unpack_from(body, offset)[0]
         yield body[start:offset].decode("utf-8", "replace")

@@ -93,11 +93,12 @@ def keep_quantised(engine_args: Any, model: Any) -> None:
     GGUFProblem if this file cannot be cut for them as the user asks.
     """
     from shim.gguf.files import GGUFProblem
-    from shim.gguf.quantised_layers import cut_problem, plan
+    from shim.gguf.quantised_layers import quantised_layers
+    from shim.gguf.tensor_parallel import cut_problem
 
     wanted = engine_args.quantization in (None, METHOD) and engine_args.load_format == LOAD_FORMAT
     there = gguf_layers() if wanted else None
-    if there is None or not plan(model).kept:
+    if there is None or not quantised_layers(model).kept:
         return
     if not there:
         process.log.warning(

@@ -39,9 +39,9 @@ def apply(module: ModuleType) -> dict[str, Any]:
         def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
             if model_config.quantization == METHOD:
                 from shim.gguf.files import open_model
-                from shim.gguf.quantised_layers import plan
+                from shim.gguf.quantised_layers import quantised_layers
 
-                vllm_config.quant_config.plan = plan(open_model(self._path()))
+                vllm_config.quant_config.plan = quantised_layers(open_model(self._path()))
             return super().load_model(vllm_config, model_config, *args, **kwargs)
 
         def load_weights(self, model: Any, model_config: Any) -> None:
@@ -58,7 +58,7 @@ def load(model: Any, model_config: Any, path: str) -> None:
     """Fills `model` (a torch module with vLLM's `load_weights`) from the GGUF at `path`: all blocks but NextN, or for a
     draft model NextN alone."""
     from shim.gguf.files import GGUFProblem, open_model
-    from shim.gguf.quantised_layers import plan
+    from shim.gguf.quantised_layers import quantised_layers
     from shim.gguf.tensors import draft_weights, weights
 
     gguf = open_model(path)
@@ -67,7 +67,7 @@ def load(model: Any, model_config: Any, path: str) -> None:
         from shim.quantization.config import prepare
 
         prepare(model)
-        kept = plan(gguf).kept
+        kept = quantised_layers(gguf).kept
     choose = draft_weights if model_config.runner_type == "draft" else weights
     started = time.monotonic()
     loaded = model.load_weights(choose(gguf, dtype=model_config.dtype, kept=kept))

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from shim.gguf.quantised_layers import Plan
+from shim.gguf.quantised_layers import QuantisedLayers
 
 if find_spec("vllm.model_executor.layers.quantization.gguf"):
     from vllm.model_executor.layers.quantization.gguf import GGUFConfig
@@ -32,7 +32,7 @@ else:
 class Glm5GGUFConfig(GGUFConfig):
     """A top-level class: it is pickled to the workers."""
 
-    plan: Plan | None = None  # set in each worker, before the model is built
+    plan: QuantisedLayers | None = None  # set in each worker, before the model is built
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Up to 0.23 bf16 is refused from capability 10.0 on, because dequantisation goes through fp16. A value of a

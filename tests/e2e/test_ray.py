@@ -1,8 +1,8 @@
 """Two real Ray workers, started without the shim, load a GLM-5 through vLLM's own worker classes.
 
 Ray is large and not among the test requirements: `pip install ray` beside a shim that is installed, not editable, runs
-this. vLLM's Ray executors take no CPU, so `ray_driver.py` makes the calls that they make (gpu_ray.py runs the executors
-themselves, on two GPUs).
+this. vLLM's Ray executors take no CPU, so `ray_driver.py` makes the calls that they make. tests/gpu/ray_executor.py
+runs the executors themselves, on two GPUs.
 """
 
 from __future__ import annotations

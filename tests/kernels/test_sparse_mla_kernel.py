@@ -144,7 +144,7 @@ def test_the_check_can_fail():
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_any_number_of_shares(kv, splits):
     inputs, indices = problem(3, 8, 80, kv, patterns=("full", "few", "none"))
-    plan = tune.Plan(tune.config_for(8, inputs[1].dtype), splits)
+    plan = tune.AttentionPlan(tune.config_for(8, inputs[1].dtype), splits)
     workspace = launch.Workspace(16, 8, inputs[1].dtype, DEVICE, sms=16)
     for buffer in (workspace.out, workspace.lse):
         buffer.fill_(torch.nan)
@@ -160,7 +160,7 @@ def test_heads_as_rows_of_the_second_product(heads, kv, splits):
     inputs, indices = problem(3, heads, 80, kv, kv, ("full", "scattered", "none"))
     assert not tune.HUGE.swap
     workspace = launch.Workspace(16, heads, inputs[1].dtype, DEVICE, sms=16)
-    got = run(inputs, indices, plan=tune.Plan(tune.HUGE, splits), workspace=workspace)
+    got = run(inputs, indices, plan=tune.AttentionPlan(tune.HUGE, splits), workspace=workspace)
     check(got, truth(inputs, indices))
 
 
@@ -216,10 +216,10 @@ def test_no_tokens_and_bad_arguments():
         with pytest.raises(ValueError, match=f"^{name} "):
             launch.sparse_mla(**(good | {name: value}), scale=SCALE)
     with pytest.raises(ValueError, match="0 splits"):
-        launch.sparse_mla(**good, scale=SCALE, plan=tune.Plan(tune.NARROW, 0))
+        launch.sparse_mla(**good, scale=SCALE, plan=tune.AttentionPlan(tune.NARROW, 0))
     small = launch.Workspace(1, 8, cache.dtype, DEVICE, columns=32)
     with pytest.raises(ValueError, match="workspace"):
-        launch.sparse_mla(**good, scale=SCALE, workspace=small, plan=tune.Plan(tune.NARROW, 2))
+        launch.sparse_mla(**good, scale=SCALE, workspace=small, plan=tune.AttentionPlan(tune.NARROW, 2))
 
 
 @pytest.mark.parametrize("sms", [84, 132, 170, 188])
@@ -292,7 +292,7 @@ def test_a_variant_after_warm_up_is_told_once(caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             run(inputs, indices)
-            run(inputs, indices, plan=tune.Plan(odd, 1))
+            run(inputs, indices, plan=tune.AttentionPlan(odd, 1))
     assert [
         r.message for r in caplog.records if "after warm-up" in r.message and "block_k=16" in r.message
     ].__len__() == 1

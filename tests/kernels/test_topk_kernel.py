@@ -26,9 +26,9 @@ if not GPU:  # the interpreter adds up what the threads counted one thread at a 
         plans.update({sample: replace(config, warps=2) for sample, config in plans.items()})
 DEVICE = "cuda" if GPU else "cpu"
 SAMPLE = 4096
-SHARED = tune.Plan(tune.SHARED[SAMPLE], 3, 0)  # three programs a row
+SHARED = tune.TopKPlan(tune.SHARED[SAMPLE], 3, 0)  # three programs a row
 MISSED = tune.CAPACITY + SAMPLE + 500  # what the sample does not see is more than the buffer holds
-WHOLE = tune.Plan(tune.WHOLE[SAMPLE], 1, 2)  # two programs in all
+WHOLE = tune.TopKPlan(tune.WHOLE[SAMPLE], 1, 2)  # two programs in all
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 PATTERNS = (
     "normal", "indexer", "equal", "ties", "ascending", "descending", "one_bin", "denormal", "infinite", "zeros",
@@ -224,7 +224,7 @@ def test_no_rows_and_bad_arguments():
             launch.topk(**(good | {name: value}))
     small = launch.Workspace(1, 10, DEVICE)
     with pytest.raises(ValueError, match="^workspace "):
-        launch.topk(**good, workspace=small, plan=tune.Plan(WHOLE.config, 1, 4))
+        launch.topk(**good, workspace=small, plan=tune.TopKPlan(WHOLE.config, 1, 4))
     with pytest.raises(ValueError, match="^workspace "):
         launch.topk(**good, workspace=small, plan=SHARED)
 

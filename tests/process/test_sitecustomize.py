@@ -149,9 +149,40 @@ def test_a_senseless_variable_stops_vllm_and_nothing_else(python, stub_vllm, var
     path = path_of(ROOT, stub_vllm)
     done = python("-c", "print('fine')", PYTHONPATH=path, **variable)
     assert (done.stdout, done.returncode) == ("fine\n", 0)
+    found = "from importlib.util import find_spec; print(find_spec('vllm').name, find_spec('vllm').origin[-16:])"
+    done = python("-c", found, PYTHONPATH=path, **variable)
+    assert (done.stdout, done.stderr) == ("vllm vllm/__init__.py\n", "")
     done = python("-c", "import vllm", PYTHONPATH=path, **variable)
     assert done.returncode == 1
     assert said in done.stderr.splitlines()[-1]
+
+
+def test_with_stderr_closed_nothing_goes_to_stdout(python, users, stub_vllm, clean_env):
+    """Neither from the way in nor from the shim itself."""
+    (users / "sitecustomize.py").write_text("raise KeyError('theirs')\n")
+    path = path_of(ROOT, users, stub_vllm)
+    for variable in ({}, {"GLM5_SHIM_SKIP": "closing_gate"}, {"GLM5_SHIM_STATE_DIR": "/proc/nowhere"}):
+        command = f"exec {sys.executable} -c 'import vllm, sys; print(sys.stderr)' 2>&-"
+        env = clean_env | {"PYTHONPATH": path} | variable
+        done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True)
+        assert (done.stdout, done.stderr, done.returncode) == ("None\n", "", 0)
+
+
+def test_a_user_without_a_home_gets_absolute_directories(python, stub_vllm, tmp_path):
+    """A container that runs as a number, without HOME and passwd entry, from a directory that may not be written."""
+    code = (
+        "import os, pwd\n"
+        "pwd.getpwuid = lambda uid: {}[uid]\n"
+        "import vllm\nfrom shim import env\nprint(env.state_dir(), env.cache_dir())"
+    )
+    removed = {"HOME": "", "GLM5_SHIM_STATE_DIR": "", "GLM5_SHIM_CACHE_DIR": "", "TMPDIR": str(tmp_path / "t")}
+    (tmp_path / "t").mkdir()
+    (tmp_path / "users").mkdir()
+    (tmp_path / "users" / "sitecustomize.py").write_text("import os; del os.environ['HOME']\n")
+    done = python("-c", code, PYTHONPATH=path_of(ROOT, tmp_path / "users", stub_vllm), **removed)
+    state, cache = done.stdout.split()
+    assert Path(state).is_absolute() and Path(cache).is_absolute(), done
+    assert {path.name for path in tmp_path.iterdir()} == {"t", "users", "stub site"}  # nothing relative was made
 
 
 def test_what_is_left_out_is_said_once_and_vllm_starts(python, stub_vllm):

@@ -1,7 +1,8 @@
-"""`glm5-shim wrap`: becomes the command, with the shim on."""
+"""`glm5-shim wrap` becomes the command, with the shim on. Nothing of the shim's ever goes to stdout."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_it_warns_of_another_interpreter(wrap, tmp_path):
 
 
 def test_it_warns_of_another_interpreter_behind_a_link_a_space_or_a_starter(tmp_path):
-    """Not run: what another environment has is of no matter."""
+    """Nothing is run, so it does not matter what the other environment has."""
     from shim.commands.wrap import warnings
 
     venv = tmp_path / "other venv"
@@ -103,9 +104,9 @@ def test_it_warns_of_another_interpreter_behind_a_link_a_space_or_a_starter(tmp_
     off = f"not in {sys.prefix}: the shim stays off there"
     in_venv = f"{other} runs in {venv}, {off}"
     assert warnings(str(other), []) == [in_venv]
-    deaf = "python -E ignores PYTHONPATH or sitecustomize: the shim stays off"
-    assert warnings(str(script), []) == [f"{script} runs in {venv}, {off}", deaf]
-    # Python itself looks for the pyvenv.cfg beside the link, not beside what it names
+    isolating = "python -E ignores PYTHONPATH or sitecustomize: the shim stays off"
+    assert warnings(str(script), []) == [f"{script} runs in {venv}, {off}", isolating]
+    # Python itself looks for pyvenv.cfg beside the link, not beside its target
     link.symlink_to(other)
     assert warnings(str(link), []) == [f"{link} runs in {tmp_path / 'base'}, {off}"]
     for starter in (["env", "X=1"], ["timeout", "-k", "5", "9"], ["nohup", "env", "-u", "X"]):
@@ -147,7 +148,7 @@ def test_no_warning_without_reason(wrap):
 
 
 @pytest.mark.parametrize(
-    ("installed", "said"),
+    ("installed", "message"),
     [
         ("0.15.1", "vLLM 0.15.1 is older than the oldest supported, 0.16.0"),
         ("0.16.1+cu129", "vLLM 0.16.1 is not supported: its registry is another"),
@@ -155,7 +156,7 @@ def test_no_warning_without_reason(wrap):
         ("1.0", ""),
     ],
 )
-def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, installed, said):
+def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, installed, message):
     from click.testing import CliRunner
 
     from shim import upstream
@@ -169,8 +170,8 @@ def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, install
     monkeypatch.setattr(upstream, "UNSUPPORTED", {"0.16.1": "its registry is another"})
     monkeypatch.setattr(wrap.os, "execve", lambda *arguments: ran.append(arguments))
     done = CliRunner().invoke(main, ["wrap", "true"])
-    assert done.stderr == (f"glm5-shim: {said}\n" if said else "")
-    assert (done.exit_code, len(ran)) == ((127, 0) if said else (0, 1))
+    assert done.stderr == (f"glm5-shim: {message}\n" if message else "")
+    assert (done.exit_code, len(ran)) == ((127, 0) if message else (0, 1))
 
 
 def test_ray_workers_get_the_shims_variables_and_the_users(clean_env):
@@ -184,7 +185,7 @@ def test_ray_workers_get_the_shims_variables_and_the_users(clean_env):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("GLM5_SHIM_OFF", "banana", "GLM5_SHIM_OFF is 'banana'; expected 1 (on) or 0 (off)"),
         ("GLM5_SHIM_SKIP", "typo", "GLM5_SHIM_SKIP names typo; the patches are: gguf_engine_args, "),
@@ -199,33 +200,33 @@ def test_ray_workers_get_the_shims_variables_and_the_users(clean_env):
         ),
     ],
 )
-def test_a_senseless_variable_is_refused_before_the_command_runs(wrap, name, value, said):
+def test_a_senseless_variable_is_refused_before_the_command_runs(wrap, name, value, message):
     done = wrap(sys.executable, "-c", "print('ran')", **{name: value})
     assert (done.returncode, done.stdout) == (127, "")
-    assert done.stderr.startswith(f"glm5-shim: {said}") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"glm5-shim: {message}") and done.stderr.count("\n") == 1
 
 
-def test_a_variable_that_is_like_none_of_ours_is_told(wrap):
+def test_a_variable_that_is_like_none_of_ours_is_reported(wrap):
     done = wrap(sys.executable, "-c", "print('ran')", GLM5_SHIM_FOREIGN="1")
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert done.stderr == "glm5-shim: GLM5_SHIM_FOREIGN is not a variable of glm5-shim, and does nothing\n"
 
 
 @pytest.mark.parametrize(
-    ("variable", "said"),
+    ("variable", "message"),
     [
         ({"GLM5_SHIM_OFF": "banana"}, "GLM5_SHIM_OFF is 'banana'; expected 1 (on) or 0 (off)"),
         ({"GLM5_SHIM_INDEXER": "banana"}, "GLM5_SHIM_INDEXER is 'banana'; expected native, triton or auto"),
         ({"GLM5_SHIM_INDEXR": "triton"}, "did you mean GLM5_SHIM_INDEXER?"),
     ],
 )
-def test_without_wrap_a_senseless_variable_stops_vllm_and_nothing_else(python, stub_vllm, variable, said):
+def test_without_wrap_a_senseless_variable_stops_vllm_and_nothing_else(python, stub_vllm, variable, message):
     path = os.pathsep.join([str(ROOT), str(stub_vllm)])
     done = python("-c", "print('fine')", PYTHONPATH=path, **variable)
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
     done = python("-c", "import vllm", PYTHONPATH=path, **variable)
     assert done.returncode == 1
-    assert said in done.stderr.splitlines()[-1]
+    assert message in done.stderr.splitlines()[-1]
 
 
 SCRIPT = """
@@ -233,31 +234,94 @@ import os, sys
 for name in ("torchvision", "torchaudio", "torchcodec"):
     sys.modules.setdefault(name, None)
 from vllm.engine.arg_utils import EngineArgs
-os.environ["GLM5_SHIM"] = sys.argv[1]  # set here, for in an editable install Python itself would see it before vLLM
+os.environ["GLM5_SHIM"] = sys.argv[1]  # not earlier: an editable install would switch the shim on before vLLM
 EngineArgs(model=sys.argv[2])
 print("made")
 """
 
 
 @pytest.mark.parametrize(
-    ("value", "gguf", "said"),
+    ("value", "gguf", "message"),
     [
         ("1", True, "ShimError: glm5-shim: GLM5_SHIM=1 alone is too late for {}: vLLM loads its plugins after"),
         ("1", False, ""),
         ("banana", False, "GLM5_SHIM is 'banana'; expected 1 (on) or 0 (off)"),
     ],
 )
-def test_a_script_that_only_vllms_plugins_switch_on(python, tmp_path, value, gguf, said):
-    """The plugins are loaded inside EngineArgs.__post_init__: too late for a GGUF, in time for anything else."""
+def test_a_script_that_only_vllms_plugins_switch_on(python, tmp_path, value, gguf, message):
+    """EngineArgs.__post_init__ loads the plugins. That is too late for a GGUF, and early enough for other models."""
     from shim.gguf.tiny import write_tiny
 
     model = str(write_tiny(tmp_path, parts=1)) if gguf else str(tmp_path)
     done = python("-c", SCRIPT, value, model, PYTHONPATH="")
-    assert (done.stdout, done.returncode) == (("", 1) if said else ("made\n", 0)), done.stderr
-    assert said.format(model) in done.stderr.splitlines()[-1] if said else "glm5-shim" not in done.stderr
+    assert (done.stdout, done.returncode) == (("", 1) if message else ("made\n", 0)), done.stderr
+    assert message.format(model) in done.stderr.splitlines()[-1] if message else "glm5-shim" not in done.stderr
 
 
-def test_a_command_without_the_shim_is_told(wrap):
+def test_a_command_without_the_shim_is_reported(wrap):
     done = wrap(sys.executable, "-c", "import sys; print('shim.activate' in sys.modules)", GLM5_SHIM_OFF="1")
     assert (done.returncode, done.stdout) == (0, "False\n")
     assert done.stderr == "glm5-shim: GLM5_SHIM_OFF is set: the command runs without the shim\n"
+
+
+@pytest.fixture
+def command_line(python):
+    """`command_line(redirection, *arguments)`: this Python started by a shell, which closes what redirection names."""
+
+    def run(redirection: str, *arguments: str, **env: str):
+        return python("-c", f'exec "$0" "$@" {redirection}', sys.executable, *arguments, executable="/bin/sh", **env)
+
+    return run
+
+
+CRASH = """
+from shim.commands import cli, patches
+patches.processes = lambda: 1 / 0
+cli.main(["patches", "--ledgers"{}])
+"""
+CLI = ("-m", "shim.commands.cli")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        ((*CLI, "doctor", "nosuch"), 2, ""),
+        ((*CLI, "doctor", "--json", "nosuch"), 2, "no check is named nosuch; "),
+        ((*CLI, "nosuch"), 2, ""),
+        ((*CLI, "gguf", "/nowhere"), 1, ""),
+        ((*CLI, "gguf", "/nowhere", "--json"), 1, "/nowhere does not exist; "),
+        ((*CLI, "explain", "--capability", "3"), 1, ""),
+        ((*CLI, "wrap", "no-such-command"), 127, ""),
+        (("-c", CRASH.format("")), 1, ""),
+        (("-c", CRASH.format(", '--json'")), 1, "ZeroDivisionError: "),
+    ],
+)
+def test_with_stderr_closed_an_error_does_not_go_to_stdout(command_line, redirection, arguments, code, error):
+    done = command_line(redirection, *arguments)
+    assert (done.returncode, done.stderr) == (code, "")
+    if error and redirection == "2>&-":
+        assert json.loads(done.stdout)["error"].startswith(error)
+    else:
+        assert done.stdout == ""
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", ">&- 2>&-"])
+def test_with_stderr_closed_the_command_has_stdout_for_itself(command_line, redirection, stub_vllm, tmp_path, ledgers):
+    """`wrap` warns of a variable and of -E. The shim in the command reports a patch that is left out."""
+    path = os.pathsep.join([str(ROOT), str(stub_vllm)])
+    result = tmp_path / "result"
+    code = (
+        "import pathlib, sys, vllm.v1.attention.backends.registry; print('ran');"
+        f"pathlib.Path({str(result)!r}).write_text(str('shim.activate' in sys.modules)); sys.exit(7)"
+    )
+    env = {"PYTHONPATH": path, "GLM5_SHIM_FOREIGN": "1", "GLM5_SHIM_SKIP": "worker_seal"}
+    loud = command_line("", *CLI, "wrap", sys.executable, "-c", code, **env)
+    assert "GLM5_SHIM_FOREIGN is not" in loud.stderr and "GLM5_SHIM_SKIP leaves out worker_seal" in loud.stderr
+    result.unlink()
+    done = command_line(redirection, *CLI, "wrap", sys.executable, "-c", code, **env)
+    assert (done.stdout, done.stderr, done.returncode) == ("ran\n" if redirection == "2>&-" else "", "", 7)
+    assert result.read_text() == "True"
+    assert len(ledgers()) == 2  # each is JSON: no line of ours went into a file that got the number of a closed stream
+    done = command_line(redirection, *CLI, "wrap", sys.executable, "-E", "-c", "print('ran')", GLM5_SHIM_FOREIGN="1")
+    assert (done.stdout, done.stderr, done.returncode) == ("ran\n" if redirection == "2>&-" else "", "", 0)

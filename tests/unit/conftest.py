@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -126,3 +128,15 @@ def off_and_twice(switch_on: Callable[..., Engine]) -> Callable[..., None]:
         engine.check()
 
     return check
+
+
+@pytest.fixture
+def python_code() -> Callable[[str], str]:
+    """`python_code(code)`: what a fresh Python prints that runs it. The code must not fail."""
+
+    def run(code: str, **env: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import json
 import sys
@@ -12,6 +13,7 @@ import pytest
 import wrapt
 
 from shim.engine import Engine
+from shim.latch import Latch
 from shim.patch import Patch, ShimError, State, Verdict
 
 SOURCE = """
@@ -269,7 +271,7 @@ def test_the_ledger_file_says_it_all(target, tmp_path: Path):
 def test_an_unwritable_state_dir_costs_one_line(target, monkeypatch, capsys):
     from shim import ledger
 
-    monkeypatch.setattr(ledger, "_told_unwritable", False)
+    monkeypatch.setattr(ledger, "_reported_unwritable", False)
     monkeypatch.setenv("GLM5_SHIM_STATE_DIR", "/proc/nowhere")
     armed(patch(target))
     assert importlib.import_module(target).answer() == "ours"
@@ -291,3 +293,136 @@ def test_what_a_user_leaves_out_is_said(target, caplog):
     other = armed(patch(target), patch(target, name="two", replaces=(), required=False), skip=frozenset({"two"}))
     other.check()
     assert other.left_out() == "" and not caplog.records
+
+
+def nothing(module):
+    return {}
+
+
+def test_what_needs_a_patch_that_is_off_is_off(target):
+    """Also at one remove, and whatever the order; the gate tells all of them."""
+    engine = armed(
+        patch(target, name="third", replaces=(), apply=nothing, needs=("second",)),
+        patch(target, name="first", replaces=(), apply=nothing),
+        patch(target, name="second", needs=("first",)),
+        patch(target, name="other", replaces=(), apply=nothing),
+        skip=frozenset({"first"}),
+    )
+    assert importlib.import_module(target).answer() == "stock"
+    found = {name: (record.state.value, record.detail) for name, record in engine.records.items()}
+    assert found == {
+        "first": ("off", "in GLM5_SHIM_SKIP"),
+        "second": ("off", "needs first, which is off"),
+        "third": ("off", "needs second, which is off"),
+        "other": ("applied", ""),
+    }
+    assert engine.left_out().startswith("GLM5_SHIM_SKIP leaves out third, first, second:")
+
+
+def test_every_patch_that_needs_one_left_out_is_off():
+    from shim.patches import PATCHES
+
+    for left_out in PATCHES:
+        engine = Engine(PATCHES, frozenset({left_out.name}))
+        off = {name for name, record in engine.records.items() if record.state is State.OFF}
+        assert off >= {left_out.name} | {p.name for p in PATCHES if left_out.name in p.needs}
+    engine = Engine(PATCHES, frozenset({"backend_member"}))
+    assert {"backend_choice", "kv_cache_dtype"} <= {n for n, r in engine.records.items() if r.state is State.OFF}
+
+
+@pytest.mark.parametrize("stands", [Verdict.upstream("has it"), Verdict.unneeded("not here")])
+def test_what_vllm_has_itself_can_be_needed(target, stands):
+    first = patch(target, name="first", replaces=(), probe=lambda module: stands)
+    armed(first, patch(target, needs=("first",)))
+    assert importlib.import_module(target).answer() == "ours"
+
+
+def test_a_symbol_that_a_release_may_lack(target):
+    """Where the module has it, the engine replaces it, and the gate looks at it as at any other."""
+    fields = {"replaces": ("answer", "Model.make", "Model.absent"), "optional": ("Model.make", "Model.absent")}
+    full = {"answer": lambda: "ours", "Model.make": classmethod(lambda cls: "ours")}
+    engine = armed(patch(target, **fields, apply=lambda module: full))
+    module = importlib.import_module(target)
+    assert (module.answer(), module.Model.make()) == ("ours", "ours")
+    module.Model.make = classmethod(lambda cls: "theirs")
+    with pytest.raises(ShimError, match=r"one was undone: .*Model\.make is not the shim's"):
+        engine.check("one")
+
+
+@pytest.mark.parametrize(
+    "replacements", [{"answer": 1}, {"Model.make": 1}, {"answer": 1, "Model.make": 1, "Model.absent": 1}]
+)
+def test_apply_must_return_each_symbol_that_the_module_has(target, replacements):
+    fields = {"replaces": ("answer", "Model.make", "Model.absent"), "optional": ("Model.make", "Model.absent")}
+    armed(patch(target, **fields, apply=lambda module: replacements))
+    with pytest.raises(ShimError, match=r"apply returned .*, replaces calls for \['Model.make', 'answer'\]"):
+        importlib.import_module(target)
+
+
+class Operators:
+    """As torch.ops._C: an operator is stored when it is first looked at."""
+
+    def __getattr__(self, name):
+        if name != "select":
+            raise AttributeError(name)
+        setattr(self, name, lambda: "stock")
+        return vars(self)[name]
+
+
+def test_an_operator_far_below_the_module_is_the_engines(write_module, monkeypatch):
+    name = write_module(next(_names), "")
+    importlib.import_module(name).ops = Operators()
+    engine = armed(
+        patch(
+            name,
+            replaces=("ops.select", "ops.absent"),
+            optional=("ops.select", "ops.absent"),
+            apply=lambda module: {"ops.select": lambda: "ours"},
+        )
+    )
+    module = sys.modules[name]
+    assert module.ops.select() == "ours"
+    engine.check()
+    module.ops.select = lambda: "theirs"
+    with pytest.raises(ShimError, match=r"ops\.select is not the shim's"):
+        engine.check()
+
+
+def test_a_failed_patch_gives_back_every_kind_of_symbol(write_module):
+    name = write_module(next(_names), SOURCE)
+    module = importlib.import_module(name)
+    module.ops = Operators()
+    stock = module.ops.select
+    ours = {"answer": lambda: 1, "Model.make": classmethod(lambda cls: 1), "ops.select": lambda: 1}
+    armed(patch(name, replaces=tuple(ours), apply=lambda module: ours, verify=raising, required=False))
+    assert (module.answer(), module.Model.make(), module.ops.select) == ("stock", "stock", stock)
+
+
+def test_it_comes_up_with_an_old_wrapt(python_code):
+    """wrapt 1.x has no BaseObjectProxy: every start died with AttributeError."""
+    code = (
+        "import wrapt; vars(wrapt).pop('BaseObjectProxy', None); from shim.engine import PROXY; print(PROXY.__name__)"
+    )
+    assert python_code(code) == "ObjectProxy\n"
+
+
+def test_a_refused_module_can_be_found_but_not_imported(target):
+    """`find_spec` is asked by programs that will never import the module."""
+    latch = Latch()
+    latch.refused[target] = ShimError("why")
+    spec = importlib.util.find_spec(target)
+    assert spec is not None and spec.origin.endswith(f"{target}.py")
+    for _ in range(2):
+        with pytest.raises(ShimError, match="why"):
+            importlib.import_module(target)
+    latch.refused["stub_that_is_nowhere"] = ShimError("why")
+    with pytest.raises(ShimError, match="why"):
+        importlib.import_module("stub_that_is_nowhere")
+
+
+def test_two_commits_do_not_pass_each_others_seal(target, monkeypatch):
+    from shim import process
+
+    before = Engine([patch(target)]).seal
+    monkeypatch.setattr(process, "identity", lambda: "0.1.0+another")
+    assert Engine([patch(target)]).seal != before

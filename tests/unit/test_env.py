@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,8 +123,8 @@ def test_a_python_that_is_not_there(monkeypatch, value):
     with pytest.raises(env.EnvProblem) as refused:
         env.foreign()
     assert str(refused.value) == (
-        f"GLM5_SHIM_PYTHON is {value!r}; expected PREFIX:MAJOR.MINOR of a Python that is there, as {HERE}: unset it, "
-        "`wrap` sets it"
+        f"GLM5_SHIM_PYTHON is {value!r}; expected PREFIX:MAJOR.MINOR of a Python that exists, for example {HERE}: "
+        "unset it, because `wrap` sets it"
     )
 
 
@@ -159,3 +161,100 @@ def test_readme_has_the_table_of_variables_and_of_patches():
         assert f"| `{variable.name}` | {variable.default or '-'} | {variable.meaning} |" in readme
     for patch in PATCHES:
         assert f"| `{patch.name}` | `{patch.target}` | {patch.why} |" in readme
+
+
+SWITCHES = ("1", "true", "TRUE", "yes", "on", "On", "0", "false", "no", "off", "", "banana", "2")
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """sitecustomize.py as a module, in a Python that has vLLM."""
+    spec = importlib.util.spec_from_file_location("stub_sitecustomize", ROOT / "sitecustomize.py")
+    monkeypatch.setenv("PYTHONPATH", "")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "stub_sitecustomize", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "PathFinder", SimpleNamespace(find_spec=lambda name: name == "vllm"))
+    return module
+
+
+@pytest.mark.parametrize("value", SWITCHES)
+def test_every_place_reads_a_switch_alike(monkeypatch, gate, value):
+    """The way in, the rest of the shim, and doctor."""
+    from shim.commands import doctor
+
+    def flag(name):
+        try:
+            return env.flag(name)
+        except env.EnvProblem:
+            return None  # refused, where vLLM is imported
+
+    monkeypatch.setenv("GLM5_SHIM", value)
+    assert gate.wanted() is bool(flag("GLM5_SHIM"))
+    monkeypatch.delenv("GLM5_SHIM")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("GLM5_SHIM_OFF", value)
+    assert gate.wanted() is not flag("GLM5_SHIM_OFF") or flag("GLM5_SHIM_OFF") is None
+    if flag("GLM5_SHIM_OFF"):
+        assert doctor.check_child().why.startswith("GLM5_SHIM_OFF is set")
+        assert doctor.check_environment().status == "warning"
+
+
+@pytest.mark.parametrize(
+    "value", ["", sys.prefix, f"{sys.prefix}:2.7", f"{sys.prefix}:{sys.version_info[0]}", ":", "x"]
+)
+def test_every_place_reads_the_interpreter_alike(monkeypatch, gate, value):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("GLM5_SHIM_PYTHON", value)
+    try:
+        foreign = bool(env.foreign())
+    except env.EnvProblem:
+        foreign = False  # then the shim comes up, and refuses
+    assert gate.wanted() is not foreign
+
+
+DIRECTORIES = {"state": ("XDG_STATE_HOME", ".local/state"), "cache": ("XDG_CACHE_HOME", ".cache")}
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_a_relative_xdg_directory_is_ignored(monkeypatch, kind):
+    """As the XDG specification wants it: processes of a server may work in several directories."""
+    xdg, usual = DIRECTORIES[kind]
+    find = getattr(env, f"{kind}_dir")
+    monkeypatch.delenv(f"GLM5_SHIM_{kind.upper()}_DIR", raising=False)
+    monkeypatch.setenv("HOME", "/home/of/somebody")
+    for value in ("relative", "./here", ""):
+        monkeypatch.setenv(xdg, value)
+        assert find() == Path("/home/of/somebody", usual, "glm5-shim")
+    monkeypatch.setenv(xdg, "/absolute")
+    assert find() == Path("/absolute/glm5-shim")
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_a_user_without_a_home(monkeypatch, kind):
+    """No HOME, and no entry in passwd: paths became relative."""
+    import pwd
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv(DIRECTORIES[kind][0], raising=False)
+    monkeypatch.delenv(f"GLM5_SHIM_{kind.upper()}_DIR", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    found = getattr(env, f"{kind}_dir")()
+    assert found.is_absolute() and found.parent.name == f"glm5-shim-{os.getuid()}"
+    monkeypatch.setenv("HOME", "relative")
+    assert getattr(env, f"{kind}_dir")() == found
+
+
+def test_a_cache_of_another_user_is_refused(monkeypatch, tmp_path):
+    """It could hold a config and a chat template of theirs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "glm5-shim").mkdir()
+    assert env.check(()) == frozenset()
+    monkeypatch.setattr(env, "_owner", lambda path: 4711)
+    with pytest.raises(env.EnvProblem, match="belongs to another user; set GLM5_SHIM_CACHE_DIR to a directory of"):
+        env.check(())
+    monkeypatch.setenv("GLM5_SHIM_CACHE_DIR", str(tmp_path / "glm5-shim"))  # the user's own choice
+    assert env.check(()) == frozenset()

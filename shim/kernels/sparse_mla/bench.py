@@ -59,7 +59,7 @@ class Case:
         self.lse = torch.empty(tokens, heads, device="cuda")
         self.bytes = tokens * COLUMNS * self.cache.shape[-1] * self.cache.element_size()
 
-    def ours(self, plan: tune.Plan | None = None, workspace: launch.Workspace | None = None) -> list[Run]:
+    def ours(self, plan: tune.AttentionPlan | None = None, workspace: launch.Workspace | None = None) -> list[Run]:
         def one(s: int) -> Run:
             return lambda: launch.sparse_mla(
                 self.q[s], self.cache, self.topk[s], self.req_ids, self.table, self.seq_lens, SCALE,
@@ -148,15 +148,15 @@ def compile_first(job: tuple[tune.Config, int, str]) -> None:
     for splits in (1, 2):
         try:
             topk = torch.full((1, COLUMNS), -1, dtype=torch.int32, device="cuda")
-            launch.sparse_mla(q, cache, topk, one[0] - 1, one - 1, one[0], 1.0, plan=tune.Plan(config, splits))
+            launch.sparse_mla(q, cache, topk, one[0] - 1, one - 1, one[0], 1.0, plan=tune.AttentionPlan(config, splits))
         except Exception:  # told by `tune_case`
             return
 
 
-def tune_case(tokens: int, heads: int, kv: str, deadline: float) -> list[tuple[float, tune.Plan]]:
+def tune_case(tokens: int, heads: int, kv: str, deadline: float) -> list[tuple[float, tune.AttentionPlan]]:
     case = Case(tokens, heads, kv)
     sms = sm_count(case.q.device)
-    found: list[tuple[float, tune.Plan]] = []
+    found: list[tuple[float, tune.AttentionPlan]] = []
     default = tune.configuration(tokens, heads, case.cache.dtype, sms, large=launch.is_large(case.q.device))
     base = default.config
     configs = [base, *(c for c in neighbours(base, kv == "fp8") if c != base)]
@@ -167,7 +167,7 @@ def tune_case(tokens: int, heads: int, kv: str, deadline: float) -> list[tuple[f
         for splits in sorted(counts):
             if time.monotonic() > deadline:
                 return sorted(found, key=lambda f: f[0])
-            plan = tune.Plan(config, splits)
+            plan = tune.AttentionPlan(config, splits)
             try:
                 case.out.fill_(torch.nan)
                 runs = case.ours(plan)

@@ -21,6 +21,51 @@ compiled = Compiled("sparse_mla", kernel.attend, kernel.merge, union.look, union
 interpreter.mend()
 
 
+class Tensors(NamedTuple):
+    """All tensors of one call of `sparse_mla`, which has their shapes. q is its latent and its rope."""
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+    cache: torch.Tensor
+    topk: torch.Tensor
+    req_ids: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def forms(self) -> Forms:
+        return Forms._make(map(form, self))
+
+    def of_tokens(self, part: slice) -> Tensors:
+        return Tensors(
+            self.latent[part], self.rope[part], self.cache, self.topk[part], self.req_ids[part], self.block_table,
+            self.seq_lens, self.out[part], self.lse[part],
+        )  # fmt: skip
+
+    def arguments(
+        self, chosen: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The first ten of `kernel.attend`. chosen: `topk`, or the entries of unions with their counts."""
+        return (
+            self.latent, self.rope, self.cache, chosen, self.req_ids, self.block_table, self.seq_lens, counts, out, lse,
+        )  # fmt: skip
+
+
+class Forms(NamedTuple):
+    """The forms of `Tensors`: all that checks and plans depend on."""
+
+    latent: Form
+    rope: Form
+    cache: Form
+    topk: Form
+    req_ids: Form
+    block_table: Form
+    seq_lens: Form
+    out: Form
+    lse: Form
+
+
 class Workspace:
     """What the shares of a row leave for the merge: fp32, one address for as long as graphs are replayed."""
 
@@ -72,7 +117,7 @@ def sparse_mla(
     lse: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     neighbours: int = 0,
-    plan: tune.Plan | None = None,
+    plan: tune.AttentionPlan | None = None,
     sharing: tune.Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends from each token to its chosen rows: `reference.sparse_mla`, on a GPU.
@@ -102,10 +147,9 @@ def sparse_mla(
         out = torch.empty(latent.shape, dtype=latent.dtype, device=device)
     if lse is None:
         lse = torch.empty(latent.shape[:2], dtype=torch.float32, device=device)
-    call = _call(
-        form(latent), form(rope), form(cache), form(topk), form(req_ids), form(block_table), form(seq_lens), form(out),
-        form(lse), plan, sm_count(device), is_large(device),
-    )  # fmt: skip
+    tensors = Tensors(latent, rope, cache, topk, req_ids, block_table, seq_lens, out, lse)
+    forms = tensors.forms()
+    call = _call(forms, plan, sm_count(device), is_large(device))
     if call is None:
         return out, lse
     tokens, heads, _ = latent.shape
@@ -115,10 +159,7 @@ def sparse_mla(
     if sharing is not None:
         if workspace is None or workspace.unions is None:
             raise ValueError("gathers can be shared in a workspace with positions only")
-        _attend_shared(
-            latent, rope, cache, topk, req_ids, block_table, seq_lens, out, lse, scale, sharing, call.plan.config,
-            workspace.unions,
-        )  # fmt: skip
+        _attend_shared(tensors, forms, scale, sharing, call.plan.config, workspace.unions)
         return out, lse
     shares, share_lse = out, lse
     if call.merge is not None:
@@ -130,9 +171,8 @@ def sparse_mla(
             workspace.check(tokens, call.splits, heads)
             shares, share_lse = workspace.out, workspace.lse
     kernel.attend[(call.attend.programs,)](
-        latent, rope, cache, topk, req_ids, block_table, seq_lens, topk, shares, share_lse, scale,
-        *call.attend.numbers, **call.attend.options,
-    )  # fmt: skip
+        *tensors.arguments(topk, topk, shares, share_lse), scale, *call.attend.numbers, **call.attend.options
+    )
     if call.merge is not None:
         kernel.merge[(call.merge.programs,)](shares, share_lse, out, lse, *call.merge.numbers, **call.merge.options)
     compiled.tell(call)
@@ -140,98 +180,64 @@ def sparse_mla(
 
 
 def _attend_shared(
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    cache: torch.Tensor,
-    topk: torch.Tensor,
-    req_ids: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    sharing: tune.Config,
-    alone: tune.Config,
-    unions: union.Unions,
+    tensors: Tensors, forms: Forms, scale: float, sharing: tune.Config, alone: tune.Config, unions: union.Unions
 ) -> None:
-    """Groups with a union by `sharing`, the tokens of the others by `alone`; so many at a time as `unions` holds."""
+    """Launches groups that have a union by `sharing`, and the tokens of the others by `alone`. It takes as many groups
+    at a time as `unions` has memory for."""
     if sharing.group != unions.group:
         raise ValueError(f"sharing is by {sharing.group} tokens, the workspace for {unions.group}")
-    step = unions.groups * sharing.group
-    for first in range(0, len(topk), step):
-        part = slice(first, first + step)
-        q, results = (latent[part], rope[part]), (out[part], lse[part])
-        chosen, requests = topk[part], req_ids[part]
-        entries, counts = unions.build(chosen, requests, seq_lens)
-        forms = tuple(map(form, (*q, cache, block_table, *results)))
-        for config, columns, left in ((sharing, entries, 0), (alone, chosen, sharing.group)):
-            launch = _attend(*forms, form(columns), config, columns.shape[1], 1, left)
+    with_unions = forms._replace(topk=form(unions.entries))
+    tokens, step = len(tensors.topk), unions.groups * sharing.group
+    for first in range(0, tokens, step):
+        part = tensors if tokens <= step else tensors.of_tokens(slice(first, first + step))
+        entries, counts = unions.build(part.topk, part.req_ids, part.seq_lens)
+        for config, chosen, its_forms, left in (
+            (sharing, entries, with_unions, 0),
+            (alone, part.topk, forms, sharing.group),
+        ):
+            launch = _attend(its_forms, len(part.topk), config, chosen.shape[1], 1, left)
             kernel.attend[(launch.programs,)](
-                *q, cache, columns, requests, block_table, seq_lens, counts, *results, scale,
-                *launch.numbers, **launch.options,
-            )  # fmt: skip
+                *part.arguments(chosen, counts, part.out, part.lse), scale, *launch.numbers, **launch.options
+            )
             compiled.tell(launch)
 
 
 class _Call(NamedTuple):
-    plan: tune.Plan
+    plan: tune.AttentionPlan
     splits: int
     attend: Launch
     merge: Launch | None
 
 
 @lru_cache(maxsize=512)  # the forms of a prefill are those of one step, in all layers
-def _call(
-    latent: Form,
-    rope: Form,
-    cache: Form,
-    topk: Form,
-    req_ids: Form,
-    block_table: Form,
-    seq_lens: Form,
-    out: Form,
-    lse: Form,
-    plan: tune.Plan | None,
-    sms: int,
-    large: bool,
-) -> _Call | None:
+def _call(forms: Forms, plan: tune.AttentionPlan | None, sms: int, large: bool) -> _Call | None:
     """Checks and plans `sparse_mla`. None: there is nothing to do."""
-    _check(latent, rope, cache, topk, req_ids, block_table, seq_lens)
-    _check_output(out, lse, latent)
-    tokens, heads, _ = latent.shape
-    columns = topk.shape[1]
+    _check(forms)
+    _check_output(forms)
+    tokens, heads, _ = forms.latent.shape
+    columns = forms.topk.shape[1]
     if tokens == 0 or heads == 0:
         return None
-    plan = plan or tune.configuration(tokens, heads, cache.dtype, sms, columns, large)
+    plan = plan or tune.configuration(tokens, heads, forms.cache.dtype, sms, columns, large)
     if plan.splits < 1:
         raise ValueError(f"plan has {plan.splits} splits, expected 1 or more")
     tiles = max(1, -(-columns // plan.config.block_k))
     span = -(-tiles // plan.splits) * plan.config.block_k
     splits = max(1, -(-columns // span))
-    attend = _attend(latent, rope, cache, block_table, out, lse, topk, plan.config, span, splits)
-    numbers = (heads, splits, out.strides[0] // 8, out.strides[1] // 8, *lse.strides)
+    attend = _attend(forms, tokens, plan.config, span, splits)
+    out = forms.out
+    numbers = (heads, splits, out.strides[0] // 8, out.strides[1] // 8, *forms.lse.strides)
     options = merge_constants(splits)
     merge = Launch(tokens * heads * LATENT // options["BLOCK_D"], numbers, options | {"num_warps": tune.MERGE_WARPS})
     return _Call(plan, splits, attend, merge if splits > 1 else None)
 
 
 @lru_cache(maxsize=512)
-def _attend(
-    latent: Form,
-    rope: Form,
-    cache: Form,
-    block_table: Form,
-    out: Form,
-    lse: Form,
-    chosen: Form,
-    config: tune.Config,
-    span: int,
-    splits: int,
-    left: int = 0,
-) -> Launch:
-    """`kernel.attend` for shares of `span` columns. chosen: of top-k positions, or with config.group of unions; left:
-    the kernel's LEFT."""
-    tokens, heads, _ = latent.shape
+def _attend(forms: Forms, tokens: int, config: tune.Config, span: int, splits: int, left: int = 0) -> Launch:
+    """`kernel.attend` for `tokens` of a call's tokens, in shares of `span` columns. forms.topk: of the unions' entries
+    if config.group > 1; left: the kernel's LEFT."""
+    latent, rope, cache, topk, _, block_table, _, out, lse = forms
+    heads = latent.shape[1]
     unit = 16 // cache.dtype.itemsize
     to_out = (out.strides[0] // 8, 0, out.strides[1] // 8)
     to_lse = (lse.strides[0], 0, lse.strides[1])
@@ -239,9 +245,9 @@ def _attend(
         to_out = (splits * heads * LATENT // 8, heads * LATENT // 8, LATENT // 8)
         to_lse = (splits * heads, heads, 1)
     numbers = (
-        tokens, heads, chosen.shape[1], span, splits,
+        tokens, heads, topk.shape[1], span, splits,
         latent.strides[0] // 8, latent.strides[1] // 8, rope.strides[0] // 8, rope.strides[1] // 8,
-        cache.strides[0] // unit, cache.strides[1] // unit, chosen.strides[0], block_table.strides[0],
+        cache.strides[0] // unit, cache.strides[1] // unit, topk.strides[0], block_table.strides[0],
         *to_out, *to_lse,
     )  # fmt: skip
     options = constants(config, cache.dtype, cache.shape[1], _converts(latent.device), left)
@@ -268,7 +274,7 @@ def constants(config: tune.Config, cache_dtype: torch.dtype, page: int, cvt: boo
 
 def variants(
     heads: int, cache_dtype: torch.dtype, max_tokens: int, sms: int, columns: int = 2048, large: bool = False
-) -> Iterator[tuple[int, tune.Plan]]:
+) -> Iterator[tuple[int, tune.AttentionPlan]]:
     """One token count, with its plan, for everything of its own that calls of up to `max_tokens` tokens compile."""
     seen = set()
     for tokens in range(1, max_tokens + 1):
@@ -324,7 +330,8 @@ def is_large(device: torch.device) -> bool:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 227 << 10
 
 
-def _check(latent: Form, rope: Form, cache: Form, topk: Form, req_ids: Form, block_table: Form, seq_lens: Form) -> None:
+def _check(forms: Forms) -> None:
+    latent, rope, cache, topk, req_ids, block_table, seq_lens, _, _ = forms
     if len(latent.shape) != 3 or latent.shape[2] != LATENT or rope.shape != (*latent.shape[:2], ROPE):
         raise ValueError(
             f"q is {list(latent.shape)} and {list(rope.shape)}, expected [T, N, {LATENT}] and ditto {ROPE}"
@@ -357,7 +364,8 @@ def _check(latent: Form, rope: Form, cache: Form, topk: Form, req_ids: Form, blo
             raise ValueError(f"{name} is on {given.device}, q on {latent.device}")
 
 
-def _check_output(out: Form, lse: Form, latent: Form) -> None:
+def _check_output(forms: Forms) -> None:
+    latent, out, lse = forms.latent, forms.out, forms.lse
     if out.shape != latent.shape or out.dtype != latent.dtype or out.device != latent.device:
         raise ValueError(f"out is {list(out.shape)} of {out.dtype}, expected {list(latent.shape)} of {latent.dtype}")
     if lse.shape != latent.shape[:2] or lse.dtype != torch.float32 or lse.device != latent.device:

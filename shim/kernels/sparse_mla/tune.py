@@ -33,7 +33,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     config: Config
     splits: int  # shares of a token's row; 1: no merge
 
@@ -106,14 +106,14 @@ def config_for(heads: int, cache_dtype: torch.dtype, large: bool = False) -> Con
 @lru_cache(maxsize=1 << 16)
 def configuration(
     tokens: int, heads: int, cache_dtype: torch.dtype, sms: int, columns: int = 2048, large: bool = False
-) -> Plan:
+) -> AttentionPlan:
     """The plan for `tokens` rows of `columns` positions on a GPU of `sms` SMs. `cache_dtype` uint8 is fp8_ds_mla;
     large: the GPU has the shared memory of 9.0 (227 KB), not that of 12.x."""
     config = config_for(heads, cache_dtype, large)
     if tokens <= FEW and cache_dtype != torch.uint8:
         config = next((c for n, c in (LARGE_FEW if large else BY_HEADS_FEW).items() if n >= heads), config)
     programs = tokens * -(-heads // config.block_n)
-    return Plan(config, splits(programs, -(-columns // config.block_k), sms * config.per_sm, sms))
+    return AttentionPlan(config, splits(programs, -(-columns // config.block_k), sms * config.per_sm, sms))
 
 
 def splits(programs: int, tiles: int, slots: int, sms: int) -> int:

@@ -51,7 +51,7 @@ class Case:
         self.starts = torch.zeros_like(self.lengths)
         self.out = torch.empty(rows, K, dtype=torch.int32, device="cuda")
 
-    def ours(self, plan: tune.Plan | None = None) -> list[Run]:
+    def ours(self, plan: tune.TopKPlan | None = None) -> list[Run]:
         rows, columns = self.logits[0].shape
         plan = plan or tune.plan(rows, columns, sm_count(self.out.device))
         workspace = launch.Workspace.of(plan, rows, self.out.device)
@@ -117,7 +117,7 @@ def compile_first(job: tuple[tune.Config, bool]) -> None:
     logits = torch.zeros(2, 8, device="cuda")
     lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
     try:
-        launch.topk(logits, lengths, K, plan=tune.Plan(config, 2 if shared else 1, 1))
+        launch.topk(logits, lengths, K, plan=tune.TopKPlan(config, 2 if shared else 1, 1))
     except Exception:  # told by `sweep`
         return
 

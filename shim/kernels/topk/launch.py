@@ -29,7 +29,7 @@ class Workspace:
         self._allocate(slots, shared, device)
 
     @classmethod
-    def of(cls, plan: tune.Plan, rows: int, device: torch.device) -> Workspace:
+    def of(cls, plan: tune.TopKPlan, rows: int, device: torch.device) -> Workspace:
         """For calls of so many rows with this plan."""
         self = cls.__new__(cls)
         self._allocate(plan.slots(rows), rows if plan.parts > 1 else 0, device)
@@ -43,7 +43,7 @@ class Workspace:
         self.counts = torch.zeros(shared, dtype=torch.int64, device=device)  # the kernel leaves both zero
         self.arrived = torch.zeros(shared, dtype=torch.int32, device=device)
 
-    def check(self, plan: tune.Plan, rows: int, device: torch.device) -> None:
+    def check(self, plan: tune.TopKPlan, rows: int, device: torch.device) -> None:
         slots, shared = plan.slots(rows), rows if plan.parts > 1 else 0
         if slots > self.slots or shared > self.shared:
             raise ValueError(
@@ -62,7 +62,7 @@ def topk(
     starts: torch.Tensor | None = None,
     next_n: int | None = None,
     workspace: Workspace | None = None,
-    plan: tune.Plan | None = None,
+    plan: tune.TopKPlan | None = None,
 ) -> torch.Tensor:
     """The columns of the k largest logits of each row, counted from the start of its window: `reference.topk`.
 
@@ -113,9 +113,9 @@ def _launch(
     out: Form | None,
     starts: Form | None,
     next_n: int | None,
-    plan: tune.Plan | None,
+    plan: tune.TopKPlan | None,
     sms: int,
-) -> tuple[tune.Plan, Launch]:
+) -> tuple[tune.TopKPlan, Launch]:
     """Checks and plans `topk`."""
     shared_lengths = _check(logits, lengths, k, starts, next_n)
     if out is not None:
@@ -147,7 +147,7 @@ def options(config: tune.Config) -> dict[str, Any]:
     return {"num_warps": config.warps, "maxnreg": config.registers}
 
 
-def _plans(max_rows: int, max_columns: int, sms: int) -> Iterator[tuple[int, int, tune.Plan]]:
+def _plans(max_rows: int, max_columns: int, sms: int) -> Iterator[tuple[int, int, tune.TopKPlan]]:
     """(rows, columns, plan) of all row counts, for the widest call of each sample size and the widest unsampled one."""
     widest = [tune.CAPACITY, *(32 * sample for sample in tune.SAMPLES[:-1]), max_columns]
     widths = sorted({min(columns, max_columns) for columns in widest})
@@ -156,7 +156,7 @@ def _plans(max_rows: int, max_columns: int, sms: int) -> Iterator[tuple[int, int
             yield rows, columns, tune.plan(rows, columns, sms)
 
 
-def variants(max_rows: int, max_columns: int, sms: int) -> list[tuple[int, int, tune.Plan]]:
+def variants(max_rows: int, max_columns: int, sms: int) -> list[tuple[int, int, tune.TopKPlan]]:
     """One call (rows, columns, plan) for everything of its own that calls up to this size compile."""
     seen = {(plan.config, plan.parts > 1): (r, c, plan) for r, c, plan in _plans(max_rows, max_columns, sms)}
     return list(seen.values())

@@ -33,7 +33,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TopKPlan:
     config: Config
     parts: int  # programs that share a row; 1: `whole_rows`
     programs: int  # of `whole_rows`, at most
@@ -54,15 +54,15 @@ WHOLE = {s: Config(s, tile=2048, stages=3, warps=8, per_sm=2) for s in SAMPLES}
 
 
 @lru_cache(maxsize=1 << 16)
-def plan(rows: int, columns: int, sms: int) -> Plan:
+def plan(rows: int, columns: int, sms: int) -> TopKPlan:
     """Of shapes alone: `columns` is what a row could hold, which may be far more than it does."""
     sample = next((s for s in SAMPLES if 32 * s >= columns), SAMPLES[-1])
     return plan_for(SHARED[sample], WHOLE[sample], rows, columns, sms)
 
 
-def plan_for(shared: Config, whole: Config, rows: int, columns: int, sms: int) -> Plan:
+def plan_for(shared: Config, whole: Config, rows: int, columns: int, sms: int) -> TopKPlan:
     """Rows are shared while there are programs to spare, unless the longest is selected from as it is."""
     parts = min(MAX_PARTS, -(-columns // (TILES * shared.tile)), sms * shared.per_sm // max(rows, 1))
     if columns > CAPACITY and parts > 1:
-        return Plan(shared, parts, 0)
-    return Plan(whole, 1, sms * whole.per_sm)
+        return TopKPlan(shared, parts, 0)
+    return TopKPlan(whole, 1, sms * whole.per_sm)

@@ -1,4 +1,4 @@
-"""`glm5-shim explain`: vLLM's own words, on real releases; without the shim nothing takes GLM-5 on 12.0."""
+"""`glm5-shim explain`: vLLM's own words, on real releases. Without the shim no backend takes GLM-5 on 12.0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NATIVE = "FLASHINFER_MLA_SPARSE_SM120"  # takes GLM-5 where flashinfer is instal
 OURS = "TRITON_MLA_SPARSE"
 
 
-def told(monkeypatch, version: str | None, *options: str) -> dict:
+def answer(monkeypatch, version: str | None, *options: str) -> dict:
     path = [str(wheels.sources(version))] if version else []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     done = CliRunner().invoke(main, ["explain", "--json", *options])
@@ -29,7 +29,7 @@ def told(monkeypatch, version: str | None, *options: str) -> dict:
 
 @pytest.fixture
 def forks(monkeypatch, tmp_path_factory):
-    """`explain`'s children are forks of a process that has torch already, see tests/contract/wheel_child.py."""
+    """`explain`'s children are forks of a process that has torch already: see tests/contract/wheel_child.py."""
 
     def run(module, question, variables):
         place = tmp_path_factory.mktemp("child")
@@ -44,7 +44,7 @@ def forks(monkeypatch, tmp_path_factory):
 
 @pytest.mark.parametrize("version", ["0.16.0", "0.23.0", "0.26.0", "0.33.0"])
 def test_on_120_only_with_the_shim(monkeypatch, version, forks):
-    found = told(monkeypatch, version, "--capability", "12.0")
+    found = answer(monkeypatch, version, "--capability", "12.0")
     assert (found["vllm"], found["capability"]) == (version, "12.0")
     rows = {row["name"]: row for row in found["backends"]}
     assert {name for name, row in rows.items() if row["without_shim"]["accepted"]} <= {NATIVE}
@@ -60,7 +60,7 @@ def test_on_120_only_with_the_shim(monkeypatch, version, forks):
 
 
 def test_another_capability_cache_and_dtype_on_the_installed_wheel(monkeypatch):
-    found = told(monkeypatch, None, "--capability", "7.5", "--kv-cache-dtype", "fp8_e5m2", "--dtype", "float16")
+    found = answer(monkeypatch, None, "--capability", "7.5", "--kv-cache-dtype", "fp8_e5m2", "--dtype", "float16")
     (ours,) = [row for row in found["backends"] if row["name"] == OURS]
     assert found["selected"] == {"without_shim": None, "with_shim": None}
     assert set(ours["with_shim"]["reasons"]) == {"kv_cache_dtype not supported", "compute capability not supported"}
@@ -68,23 +68,23 @@ def test_another_capability_cache_and_dtype_on_the_installed_wheel(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "capability", "said"),
+    ("gpu", "capability", "message"),
     [(True, "", ""), (False, "", "capability 12.0 is assumed, and some reasons"), (False, "12.0", "GPU here: some")],
 )
-def test_without_a_gpu_what_is_assumed_is_told(monkeypatch, capsys, gpu, capability, said):
-    answer = {"vllm": "0.33.0", "capability": "12.0", "gpu": gpu, "selected": None, "backends": {}}
-    monkeypatch.setattr(explain, "ask", lambda *question, **shim: answer)
+def test_without_a_gpu_the_assumption_is_reported(monkeypatch, capsys, gpu, capability, message):
+    found = {"vllm": "0.33.0", "capability": "12.0", "gpu": gpu, "selected": None, "backends": {}}
+    monkeypatch.setattr(explain, "ask", lambda *question, **shim: found)
     monkeypatch.delenv("GLM5_SHIM_OFF", raising=False)
     assert explain.explain(capability)["gpu"] is gpu
     lines = capsys.readouterr().err.splitlines()[1:]
-    assert [said in line for line in lines] == ([True] if said else [])
+    assert [message in line for line in lines] == ([True] if message else [])
     monkeypatch.setenv("GLM5_SHIM_OFF", "1")
     explain.explain(capability)
     assert capsys.readouterr().err.startswith("glm5-shim: GLM5_SHIM_OFF is set: vLLM runs without the shim; ")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("", "banana"), "kv-cache-dtype is 'banana', expected one of auto, "),
         (("12",), "capability is '12'; expected major.minor, one of 7.0"),
@@ -92,16 +92,16 @@ def test_without_a_gpu_what_is_assumed_is_told(monkeypatch, capsys, gpu, capabil
         (("", "auto", "int8"), "dtype is 'int8', expected one of"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_announced(monkeypatch, capsys, arguments, said):
-    monkeypatch.setattr(explain, "ask", lambda *question, **shim: pytest.fail("vLLM was asked"))
-    with pytest.raises(ValueError, match=said):
+def test_bad_arguments_are_refused_before_anything_is_announced(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(explain, "ask", lambda *question, **shim: pytest.fail("a child was started"))
+    with pytest.raises(ValueError, match=message):
         explain.explain(*arguments)
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("version", "last"), [("0.16.0", "fp8_ds_mla"), ("0.33.0", "nvfp4_4over6")])
 def test_a_cache_dtype_is_one_of_vllms_own(monkeypatch, version, last):
-    """Its list differs from release to release, and is read without an import."""
+    """The list differs between releases, and is read without an import."""
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.syspath_prepend(wheels.sources(version))
     known = explain._cache_dtypes()
@@ -114,6 +114,6 @@ def test_without_a_vllm_it_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = CliRunner().invoke(main, ["explain"])
     assert (done.exit_code, done.stdout) == (1, "")
-    asking, problem = done.stderr.splitlines()
-    assert asking == "glm5-shim: asking vLLM, without and with the shim: about half a minute"
+    announcement, problem = done.stderr.splitlines()
+    assert announcement == "glm5-shim: asking vLLM, without and with the shim: about half a minute"
     assert problem == "glm5-shim: vLLM could not be asked without the shim: ImportError: broken install"

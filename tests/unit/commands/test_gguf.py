@@ -22,7 +22,8 @@ def test_shape_of_the_answer(tiny_model):
 
 
 def test_memory_by_hand(make, small_tensors):
-    """All F32, so every size is plain arithmetic: bf16 for what vLLM does not quantise, replicated ones in full."""
+    """All tensors are F32, so every size is plain arithmetic. What vLLM does not quantise counts as bf16, and what it
+    replicates counts in full."""
     model = open_model(make(tensors={name: (values, Type.F32) for name, (values, _) in small_tensors.items()}))
     memory = report(model, tp=(1, 4))["memory"]
     sharded = replicated = nextn = 0

@@ -1,4 +1,4 @@
-"""The self-test: green on the real kernels, red on a broken one, told apart kernel by kernel."""
+"""`glm5-shim selftest`: green on the real kernels; if one kernel is broken, its rows alone are red."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNELS = {"sparse_mla", "indexer_prefill", "indexer_paged", "topk"}
 
 
 def test_every_kernel_passes_in_a_child():
-    """On a GPU there, else in the interpreter."""
+    """On the GPU if this machine has one, else in Triton's interpreter."""
     done = CliRunner().invoke(main, ["selftest", "--json"])
     found = json.loads(done.stdout)
     assert (done.exit_code, found["ok"]) == (0, True), found
@@ -31,7 +31,7 @@ def test_every_kernel_passes_in_a_child():
 @pytest.mark.parametrize("name", sorted(KERNELS))
 @pytest.mark.parametrize("breakage", ["zeros", "garbage", "nan", "raises"])
 def test_a_broken_kernel_is_red(monkeypatch, name, breakage):
-    """The host side of one kernel is replaced; all of its cases must turn red."""
+    """The host side of one kernel is replaced. All of its cases must be red."""
     from shim.kernels.indexer import launch as indexer
     from shim.kernels.sparse_mla import launch as sparse_mla
     from shim.kernels.topk import launch as topk

@@ -3,16 +3,13 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-import time
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as Type
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
+from shim import process
 from shim.gguf import files
 from shim.gguf.files import GGUFProblem, WrongArchitecture, fingerprint, is_gguf, open_model
 from shim.gguf.preflight import is_ours, names_gguf, problem_with
@@ -36,7 +33,7 @@ def test_any_part_opens_the_whole_set(tiny, tiny_model):
 
 
 def test_agrees_with_gguf_py_on_every_tensor_and_key(tiny_model):
-    """Our reader overrides parts of gguf-py's: its own answers are the reference."""
+    """gguf-py's reader is the reference for ours."""
     seen = 0
     for part in tiny_model.parts:
         reader = gguf.GGUFReader(part.path)
@@ -181,11 +178,6 @@ def test_no_architecture(make):
     assert line == "small.gguf does not say its architecture, expected glm-dsa; download it again"
 
 
-def test_an_empty_file(tmp_path):
-    (tmp_path / "empty.gguf").touch()
-    assert problem(tmp_path / "empty.gguf") == "empty.gguf is empty, expected a GGUF; download it again"
-
-
 def test_a_suffix_in_capitals(make, tmp_path):
     part = make(parts=2)
     for path in (part, part.with_name("small-00002-of-00002.gguf")):
@@ -204,8 +196,8 @@ def test_every_missing_part_is_named_before_the_others_are_parsed(make, monkeypa
     path = make(parts=4)
     for number in (2, 4):
         path.with_name(f"small-0000{number}-of-00004.gguf").unlink()
-    first = files.HeaderReader(path)
-    monkeypatch.setattr(files, "HeaderReader", lambda p: first if p == path else pytest.fail(f"parsed {p}"))
+    first = files.read_header(path)
+    monkeypatch.setattr(files, "read_header", lambda p: first if p == path else pytest.fail(f"parsed {p}"))
     line = problem(path)
     assert line.startswith("2 of 4 parts missing") and "download" in line
     assert "small-00002-of-00004.gguf, small-00004-of-00004.gguf" in line
@@ -240,65 +232,6 @@ def test_truncated_data_gives_both_sizes(make):
     os.truncate(path, full - 100)
     line = problem(path)
     assert line == f"{path.name} is cut short: {full - 100} bytes found, {full} expected; download it again"
-
-
-def test_truncated_header(make):
-    path = make(parts=3).with_name("small-00002-of-00003.gguf")
-    os.truncate(path, 500)
-    line = problem(path)
-    assert line.startswith(f"{path.name} is cut short: 500 bytes found") and "header" in line
-
-
-@pytest.fixture(scope="module")
-def cut_me(tmp_path_factory, small_metadata):
-    norm = {"output_norm.weight": (np.ones(256, dtype=np.float32), Type.F32)}
-    path = write_gguf(tmp_path_factory.mktemp("cut"), "cut", small_metadata, norm)
-    return path, path.read_bytes()
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(share=st.floats(0, 1, exclude_max=True))
-def test_cut_anywhere_is_a_problem_and_never_a_crash(cut_me, share):
-    path, whole = cut_me
-    path.write_bytes(whole[: int(len(whole) * share)])
-    assert path.name in problem(path)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(places=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=8)), min_size=1))
-def test_damage_anywhere_in_a_header_is_a_line_or_goes_unnoticed_and_never_a_crash(cut_me, places):
-    path, whole = cut_me
-    data = bytearray(whole)
-    end = len(whole) - 1024  # output_norm, the only tensor
-    for share, value in places:
-        at = 4 + int((end - 4) * share)
-        data[at : at + len(value)] = value
-    path.write_bytes(data)
-    line = problem_with(str(path))
-    assert line and "\n" not in line  # at the latest because most tensors are missing
-
-
-def test_not_a_gguf(tmp_path):
-    path = tmp_path / "page.gguf"
-    path.write_text("<html>404</html>")
-    assert problem(path) == "page.gguf is not a GGUF: it starts with b'<htm', expected b'GGUF'; download it again"
-
-
-def test_malformed_header(make):
-    path = make()
-    data = bytearray(path.read_bytes())
-    data[4:8] = struct.pack("<I", 99)
-    path.write_bytes(data)
-    assert problem(path) == "small.gguf is a GGUF of version 99, expected 2 or 3; download it again, or another file"
-
-
-def test_big_endian(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "big.gguf", "glm-dsa", endianess=gguf.GGUFEndian.BIG)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert "big-endian" in problem(tmp_path / "big.gguf")
 
 
 def test_a_later_part_under_another_name(make):
@@ -392,7 +325,7 @@ def test_rows_that_do_not_fill_blocks(make):
 # --- fingerprint
 
 
-def test_fingerprint_changes_with_content_time_and_version(make, monkeypatch):
+def test_fingerprint_changes_with_content_time_and_the_shims_code(make, monkeypatch):
     path = make(parts=2)
     first = fingerprint(open_model(path))
     assert first == fingerprint(open_model(path)) and len(first) == 32
@@ -403,7 +336,7 @@ def test_fingerprint_changes_with_content_time_and_version(make, monkeypatch):
     assert later != first
     os.utime(second, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert fingerprint(open_model(path)) == first
-    monkeypatch.setattr(files, "__version__", "99")
+    monkeypatch.setattr(process, "identity", lambda: "0.1.0+another commit")
     assert fingerprint(open_model(path)) != first
 
 
@@ -414,20 +347,3 @@ def test_fingerprint_sees_the_header_even_with_equal_size_and_time(make):
     path.write_bytes(path.read_bytes().replace(b"small", b"smaLL", 1))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert fingerprint(open_model(path)) != first
-
-
-def test_opening_a_full_size_tokenizer_is_fast(make):
-    """GLM-5's own counts. gguf-py takes 20 s and more for this header; a slow CI machine gets a wide margin."""
-    tokens, merges = 154880, 321649
-    path = make(
-        metadata={
-            "tokenizer.ggml.tokens": [f"t{n}" for n in range(tokens)],
-            "tokenizer.ggml.token_type": [1] * tokens,
-            "tokenizer.ggml.merges": [f"a{n} b{n}" for n in range(merges)],
-        },
-    )
-    start = time.perf_counter()
-    model = open_model(path)
-    assert time.perf_counter() - start < 3
-    assert len(model.metadata["tokenizer.ggml.merges"]) == merges
-    assert model.metadata["tokenizer.ggml.tokens"][-1] == f"t{tokens - 1}"

@@ -218,7 +218,7 @@ def stub(work: roofline.Work) -> bench.Measured:
         raise RuntimeError("out of memory\nand more lines")
     natives = {"slow": 3.0 * work.tokens, "fast": 2.0 * work.tokens} if work.dtype == "bf16" else {}
     gather = 0.5 * work.tokens if work.kernel == "sparse_mla" else None
-    return bench.Measured(float(work.tokens), natives, {"gone": "ImportError: gone"}, 1e-3, "Plan(1)", gather)
+    return bench.Measured(float(work.tokens), natives, {"gone": "ImportError: gone"}, 1e-3, "TopKPlan(1)", gather)
 
 
 def run(document: dict, works: list[roofline.Work]) -> list[int]:

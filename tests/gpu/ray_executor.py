@@ -1,6 +1,6 @@
 """On two GPUs: vLLM's own Ray executor under `glm5-shim wrap`, on a Ray that was started without the shim.
 
-    python tests/gpu/ray.py
+    python tests/gpu/ray_executor.py
 
 Needs `ray`, and the shim installed as a wheel (its entry point is what switches workers on). The answers must be those
 of vLLM's multiprocessing executor, and each worker must have written a ledger. Exit 1 if not.

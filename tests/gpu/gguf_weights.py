@@ -1,8 +1,8 @@
 """On a GPU: a GLM-5 GGUF served with its weights quantised, against answers computed elsewhere.
 
-    python tests/gpu/gguf.py --oracle DIR [--jobs ours64,ours2048,native2048] [--dtype bfloat16] [--tokens 64]
-    python tests/gpu/gguf.py --mtp
-    python tests/gpu/gguf.py --big [--gigabytes 10] [--tp 2]
+    python tests/gpu/gguf_weights.py --oracle DIR [--jobs ours64,ours2048,native2048] [--dtype bfloat16] [--tokens 64]
+    python tests/gpu/gguf_weights.py --mtp
+    python tests/gpu/gguf_weights.py --big [--gigabytes 10] [--tp 2]
 
 Every engine runs in a child process, through the shim. DIR holds `*-00001-of-*.gguf`, tokens300.json, hf_deq_mix.npz
 (top-k 64) and hf_deqmix_dense.npz (top-k 2048), each with `logits` [300, vocab]. `ours`: the shim's backend and
@@ -200,7 +200,7 @@ def oracle_model(directory: Path) -> tuple[Path, list[int]]:
 
 def big(place: Path, gigabytes: float, tp: int, ours: bool, verdict: Verdict) -> None:
     """GLM-5's own sizes, in as many layers as fit into `gigabytes`, with random weights."""
-    from gpu_gguf_big import write
+    from gguf_real_size import write
 
     began = time.monotonic()
     model, size = write(place / "big", gigabytes)

@@ -1,4 +1,4 @@
-"""A GGUF with GLM-5's own layer sizes and random weights, written tensor by tensor. For `gpu_gguf.py --big`."""
+"""Writes a GGUF with GLM-5's own layer sizes and random weights, tensor by tensor, for `gguf_weights.py --big`."""
 
 from __future__ import annotations
 

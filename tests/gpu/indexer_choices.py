@@ -1,6 +1,6 @@
 """On a GPU: fed the same hidden states, do the shim's indexer and vLLM's own choose the same tokens, layer by layer?
 
-    python tests/gpu/indexer.py [--heads 64]
+    python tests/gpu/indexer_choices.py [--heads 64]
 
 A random GLM-5 with real head sizes answers with the shim's indexer. At every call the native logits function gets the
 same tensors too, and the tokens that ours chose are judged by the native logits: each must be among their k largest
