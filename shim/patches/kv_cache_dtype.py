@@ -52,7 +52,8 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 
 def _backend(module: ModuleType, given: dict[str, Any]) -> Any:
-    """The backend that the layer will get. Releases differ in what they pass: 0.16 has block_size, 0.17 num_heads."""
+    """The class of the backend that the layer will get. Releases ask their selector with different arguments: 0.16 with
+    block_size, 0.17 with num_heads."""
     import torch
 
     if given.get("attn_backend") is not None:

@@ -35,7 +35,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
         vllm_config = original(self, usage_context, headless)
         hf_config = vllm_config.model_config.hf_config
         if upstream.is_glm5(hf_config) and process.seal():
-            # a new dict, because the present one belongs to the caller's EngineArgs
+            # a new dict, because the old one belongs to the caller's EngineArgs
             vllm_config.additional_config = {**vllm_config.additional_config, KEY: process.seal()}
             ledger.used(NAME)
         else:
