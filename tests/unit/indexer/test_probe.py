@@ -82,7 +82,7 @@ def test_the_answer_is_kept_until_the_library_changes(tmp_path, monkeypatch, gpu
         ("time.sleep(600)", False, "did not answer within 3 s", False),
     ],
 )  # fmt: skip
-def test_what_the_child_says(tmp_path, monkeypatch, code, works, because, proved):
+def test_every_end_of_the_child(tmp_path, monkeypatch, code, works, because, proved):
     """A real child, which runs `code` where the probe would run."""
     monkeypatch.setattr(probe, "__name__", "stub_probe.probe")
     monkeypatch.setenv("PYTHONPATH", stub_probe(tmp_path, code))
@@ -116,7 +116,7 @@ def test_the_last_line_of_the_child_names_the_error(monkeypatch):
     assert line.startswith("RuntimeError: CUDA error: out of memory Compile with")
 
 
-def test_what_proves_nothing_is_asked_again_by_the_next_server(tmp_path, monkeypatch, gpu):
+def test_after_an_answer_that_proves_nothing_the_next_server_runs_a_child_again(tmp_path, monkeypatch, gpu):
     library(tmp_path, monkeypatch, kernels=True)
     answers = [(False, "DeepGEMM did not answer within 180 s", False), (True, "fine now", True)]
     calls = []
@@ -128,7 +128,7 @@ def test_what_proves_nothing_is_asked_again_by_the_next_server(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("kept", ["{", "null", "[]", "{}", '{"proved": true}', '{"proved": false, "at": "now"}'])
-def test_a_damaged_answer_is_asked_again(tmp_path, monkeypatch, gpu, kept):
+def test_a_damaged_answer_is_replaced(tmp_path, monkeypatch, gpu, kept):
     library(tmp_path, monkeypatch, kernels=True)
     monkeypatch.setattr(probe, "_ask", lambda *_: (True, "proved", True))
     probe.native_works(HEADS)
@@ -149,7 +149,7 @@ def test_the_cache_is_the_users_own(tmp_path, monkeypatch, gpu):
 
 
 @pytest.mark.parametrize("broken", ["directory", "lock", "flock"])
-def test_without_a_lock_or_a_cache_the_child_answers_all_the_same(tmp_path, monkeypatch, gpu, broken):
+def test_without_a_lock_or_a_cache_the_child_still_answers(tmp_path, monkeypatch, gpu, broken):
     def no_locks(*_):
         raise OSError("no locks here")
 
