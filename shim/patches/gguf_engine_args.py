@@ -23,8 +23,8 @@ from shim.patch import Patch, Verdict
 NAME = "gguf_engine_args"
 SYMBOL = "EngineArgs.__post_init__"
 LOAD_FORMAT = "glm5_gguf"
-PATH = "gguf"  # the key of the load format's extra config under which the first part's path stands
-METHOD = "gguf"  # vLLM's name of the quantisation, in the tree (up to 0.23) or the plugin's
+PATH = "gguf"  # a key of the load format's extra config: the path of the first part
+METHOD = "gguf"  # the quantisation's name in vLLM (up to 0.23) and in vllm-gguf-plugin
 FIELDS = (
     *("model", "load_format", "served_model_name", "hf_config_path", "tokenizer", "quantization"),
     *("model_loader_extra_config", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
@@ -55,8 +55,10 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 
 def serve_gguf(engine_args: Any) -> Any:
-    """Rewrites `engine_args` in place if its model is a glm-dsa GGUF, and returns that (a shim.gguf.files.Model), else
-    None. GGUFProblem if it is one that cannot be served."""
+    """Rewrites `engine_args` in place if its model is a glm-dsa GGUF, and returns the GGUF (a shim.gguf.files.Model).
+
+    None if it is not. GGUFProblem if it is one that cannot be served.
+    """
     from shim.gguf.files import WrongArchitecture, open_model
     from shim.gguf.hf_directory import hf_directory
     from shim.gguf.names import require_complete, require_nextn
@@ -88,19 +90,19 @@ def serve_gguf(engine_args: Any) -> Any:
 
 
 def keep_quantised(engine_args: Any, model: Any) -> None:
-    """Asks vLLM for its GGUF layers, if it has them here and the file has something for them.
+    """Asks vLLM for its GGUF layers, if this vLLM has them and the file has quantised tensors for them.
 
-    GGUFProblem if this file cannot be cut for them as the user asks.
+    GGUFProblem if the file's tensors cannot be cut into as many shards as the user wants.
     """
     from shim.gguf.files import GGUFProblem
     from shim.gguf.quantised_layers import quantised_layers
     from shim.gguf.tensor_parallel import cut_problem
 
     wanted = engine_args.quantization in (None, METHOD) and engine_args.load_format == LOAD_FORMAT
-    there = gguf_layers() if wanted else None
-    if there is None or not quantised_layers(model).kept:
+    has_layers = gguf_layers() if wanted else None
+    if has_layers is None or not quantised_layers(model).kept:
         return
-    if not there:
+    if not has_layers:
         process.log.warning(
             "glm5-shim: the weights are dequantised to 16 bits; `pip install vllm-gguf-plugin` keeps them as they are."
         )
@@ -113,8 +115,8 @@ def keep_quantised(engine_args: Any, model: Any) -> None:
 
 
 def gguf_layers() -> bool | None:
-    """Has this vLLM, with its plugins loaded, layers for quantised GGUF weights? None where there is no NVIDIA GPU for
-    their kernels."""
+    """Has this vLLM, with its plugins loaded, layers for quantised GGUF weights? None without an NVIDIA GPU, which
+    their kernels need."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
     from vllm.platforms import current_platform
 

@@ -1,7 +1,7 @@
 """vLLM's GGUF quantisation as GLM-5 needs it: the in-tree one (up to 0.23) or vllm-gguf-plugin's (0.24 and later).
 
-Their linear and MoE layers, kernels and parameters do the work. What is changed is which layers are quantised, by exact
-name where they look for a substring of it; and bf16, which is right on every GPU.
+Their linear and MoE layers, kernels and parameters do the work. Two things are changed. A layer is quantised or not by
+its exact name, where they look for a substring of it. And bf16 is accepted on every GPU.
 """
 # mypy: allow-subclassing-any
 
@@ -30,36 +30,40 @@ else:
 
 
 class Glm5GGUFConfig(GGUFConfig):
-    """A top-level class: it is pickled to the workers."""
+    """The quantisation config of our load format. vLLM pickles it to the workers, so it is a top-level class."""
 
-    plan: QuantisedLayers | None = None  # set in each worker, before the model is built
+    layers: QuantisedLayers | None = None  # set in each worker, before the model is built
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Up to 0.23 bf16 is refused from capability 10.0 on, because dequantisation goes through fp16. A value of a
-        GGUF block is fp16 scale times integer, so that loses nothing: results are written in the activations' type."""
+        """Up to 0.23 vLLM refuses bf16 from capability 10.0 on, because it dequantises in fp16. But a value of a GGUF
+        block is an fp16 scale times an integer, so nothing is lost, and results have the activations' dtype."""
         return [torch.bfloat16, torch.half, torch.float32]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        if self.plan is None:
-            raise RuntimeError("Glm5GGUFConfig has no plan; GLM-5's weights come by --load-format glm5_gguf only")
-        if prefix in self.plan.unquantised:
+        """The method for the layer of this name; None for the layer's own default. RuntimeError before `layers` is
+        set."""
+        if self.layers is None:
+            raise RuntimeError(
+                "Glm5GGUFConfig does not know which layers are quantised; load GLM-5 with --load-format glm5_gguf"
+            )
+        if prefix in self.layers.unquantised:
             if isinstance(layer, LinearBase):
                 return UnquantizedLinearMethod()
             if isinstance(layer, VocabParallelEmbedding):
                 return UnquantizedEmbeddingMethod()
-        if any(prefix == name or prefix.startswith(f"{name}.") for name in self.plan.plain_experts):
-            return None  # the layer's own default
+        if any(prefix == name or prefix.startswith(f"{name}.") for name in self.layers.plain_experts):
+            return None
         return super().get_quant_method(layer, prefix)
 
 
 def prepare(model: torch.nn.Module) -> None:
-    """Mends the weight loaders of the model's GGUF parameters, before the first weight arrives.
+    """Corrects the weight loaders of the model's GGUF parameters, before the first weight arrives.
 
-    - In the tree, experts are allocated from a tensor that holds all of a layer's; here they come one by one.
-    - Of the plugin, a ReplicatedLinear (the indexer's wq_b) falls back to a loader that compares sizes with those of a
-      parameter which has none yet.
-    - Of the plugin, a merged linear's parameter takes the rank from an argument that vLLM does not give, so every rank
-      would get rank 0's share, in silence.
+    - vLLM's in-tree layers allocate a layer's experts from one tensor that holds them all. Here they come one by one.
+    - The plugin's ReplicatedLinear (the indexer's wq_b) uses a loader that compares sizes with a parameter that has no
+      size yet.
+    - The plugin's merged linears take the rank from an argument that vLLM does not give. So each rank would get the
+      shard of rank 0, without an error.
     """
     for module in model.modules():
         parameters: Any = module._parameters
@@ -68,7 +72,7 @@ def prepare(model: torch.nn.Module) -> None:
             if getattr(parameter, "is_gguf_weight", False):
                 parameter.weight_loader = partial(_load_expert, module, parameter.weight_loader)
         parameter = parameters.get("qweight")
-        if not hasattr(parameter, "_store"):  # in the tree
+        if not hasattr(parameter, "_store"):  # an in-tree layer
             continue
         if isinstance(module, ReplicatedLinear):
             for name in ("qweight", "qweight_type"):
@@ -79,7 +83,7 @@ def prepare(model: torch.nn.Module) -> None:
 
 
 def _load_expert(layer: Any, load: Any, param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`loaded_weight`: one expert, uint8 [rows, bytes of a row]."""
+    """Loads one expert, uint8 [rows, bytes of a row]. With the first one it allocates all experts of the layer."""
     if isinstance(param, UninitializedParameter):
         experts = param.__dict__["tensor_shape"][0]
         rows, width = loaded_weight.shape
