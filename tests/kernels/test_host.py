@@ -52,12 +52,12 @@ def test_what_compiles_after_warm_up_is_told_once(caplog):
     kernels = Kernel(), Kernel()
     compiled = Compiled("op", *kernels)
     with caplog.at_level(logging.WARNING):
-        compiled.tell("before warm-up")
+        compiled.report("before warm-up")
         compiled.warm(torch.device("cuda", 0))
-        compiled.tell("warm")
+        compiled.report("warm")
         assert compiled.count() == 2 and not caplog.records
         kernels[1].device_caches[0][0]["b"] = 1
-        compiled.tell("late")
-        compiled.tell("again")
+        compiled.report("late")
+        compiled.report("again")
     (record,) = caplog.records
     assert record.getMessage() == "op compiled a variant after warm-up: late"

@@ -3,8 +3,8 @@
 Exceptions: PAGED_MMA spills 8 bytes with Triton 3.7.1. For 12.1 Triton 3.6 makes fp16 products of fp8 ones, which are
 as exact, and two programs of PAGED_MMA fit an SM.
 
-`tests/kernels/test_indexer_compiles.py` compiles all of it. `bench --sweep` measures the neighbours. What is "predicted"
-awaits a measurement.
+`tests/kernels/test_indexer_compiles.py` compiles all of it. `bench --sweep` measures the neighbours. "Predicted"
+reasons await a measurement.
 
 | configuration | measured | figure | why |
 |---|---|---|---|

@@ -21,7 +21,7 @@ kernels built for mma.sync and as many programs on an SM as 12.x holds. "H200" i
 | NARROW_FP8, 16 rows, 2 warps, not apart | the same | 17.3, 25.7, 72.0, 3,435 | not taken |
 | NARROW_FP8 | H200, T 1, 8, 64, 4096 | 14.6, 21.4, 64.9, 3,051 | |
 | WIDE_FP8 | as 12.x, T 4096 | 16 heads 6,292, 64 heads 24,364 | 12.x gets nothing that spills |
-| WIDE_FP8, 32 rows in one buffer, apart | as 12.x, T 4096 | 3,731 and 14,105 | spills 8 bytes (Triton 3.6) or 56 (3.9) |
+| WIDE_FP8, 32 rows in one buffer, apart | the same | 3,731 and 14,105 | spills 8 bytes (Triton 3.6) or 56 (3.9) |
 | HUGE | H200, T 4096, 64 heads | 4,310, Triton 3.8 4,168 | |
 | HUGE, swap | H200, T 4096, 64 heads | 4,639, Triton 3.8 4,526 | not taken |
 | HUGE, tile 128 | H200, T 4096, 64 heads | 4,378, Triton 3.8 4,556 | not taken |

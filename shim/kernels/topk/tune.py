@@ -1,12 +1,12 @@
-"""How `topk` is launched. Everything that `plan` can return fits 12.x: 101,376 bytes, no spill. (WHOLE spills 8 bytes with
-Triton 3.5.1.)
+"""How `topk` is launched. Everything that `plan` can return fits 12.x: 101,376 bytes, no spill.
+
+Exception: WHOLE spills 8 bytes with Triton 3.5.1.
 
 `tests/kernels/test_topk_compiles.py` compiles all of it. Reasons that begin with "predicted" await a measurement.
 
-Rows x columns on an H200, us. Some candidates were measured in a form that counted in 64 bits; the columns "32 bits" and
-"64 bits" have that. SHARED was chosen in the 64-bit form.
+Measured on an H200, us. The configurations were chosen in an earlier form of the kernels, which counted in 64 bits.
 
-| configuration | rows x columns | 32 bits | 64 bits | why |
+| configuration | rows x columns | now | in 64 bits | why |
 |---|---|---|---|---|
 | SHARED | 1, 4, 8 and 64 x 131,072 | 20.6, 21.5, 22.3 and 52.9 | 4 rows: 20.5 | |
 | SHARED | 1 x 1,048,576 | 22.9 | | |
@@ -25,9 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 MOST = 2048  # the largest k
-CAPACITY = (
-    8192  # keys in registers, and the longest row without a sample: 4 k, for the 2 k aimed at and 2 k more or less
-)
+CAPACITY = 8192  # keys in registers, and the longest row without a sample: 4 k, twice what a sample aims at
 BITS = 8  # of a histogram; predicted: Triton counts bins by ballots, 2^BITS / 32 counters a thread
 # One of 32 columns up to 262,144, so that k 2,048 is 64 of the sample. One of 128 at 1,048,576. README.md has the odds
 SAMPLES = (4096, 8192)
