@@ -100,8 +100,8 @@ def sparse_mla(tokens: int, heads: int, kv: str, keep: float | None = None) -> W
     flops = 2 * tokens * heads * TOPK * (576 + 512)
     distinct = distinct_rows(tokens, TOPK, ROWS, keep) * row + rest
     inputs = "uniform" if keep is None else f"keep {keep}"
-    asked = tokens * TOPK * row + rest
-    return Work("sparse_mla", heads, tokens, ROWS, kv, inputs, asked, distinct, flops, "bf16", keep)
+    moved = tokens * TOPK * row + rest
+    return Work("sparse_mla", heads, tokens, ROWS, kv, inputs, moved, distinct, flops, "bf16", keep)
 
 
 def indexer_prefill(queries: int, keys: int, heads: int, causal: bool) -> Work:
