@@ -30,6 +30,7 @@ from typing import Any
 import shim
 from shim.kernels import roofline
 from shim.kernels.stopwatch import refusal
+from shim.process import say
 
 SCHEMA = 1
 PLOT_HINT = "no plot: pip install 'glm5-shim[bench]' (matplotlib), then python -m shim.kernels.bench --plot {}"
@@ -313,10 +314,10 @@ def draw(document: dict[str, Any], path: Path) -> bool:
     try:
         plot(document, picture)
     except ImportError:
-        print(PLOT_HINT.format(path), file=sys.stderr)
+        say(PLOT_HINT.format(path))
         return False
     except OSError as problem:
-        print(f"cannot write {picture}: {problem.strerror}; give {path.name} in another directory", file=sys.stderr)
+        say(f"cannot write {picture}: {problem.strerror}; give {path.name} in another directory")
         return False
     print(f"wrote {picture}")
     return True
@@ -360,11 +361,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         try:
             document = read(args.plot)
         except ValueError as problem:
-            print(problem, file=sys.stderr)
+            say(str(problem))
             return 1
         return 0 if draw(document, args.plot) else 1
     if why := refusal() or roofline.unwritable(args.out):
-        print(why, file=sys.stderr)
+        say(why)
         return 1
     works = [work for work in roofline.cases(args.quick) if work.kernel in args.only]
     predicted, problems = roofline.predictions(works, not args.no_compile)

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from shim.kernels.build import Occupancy, occupancy
+from shim.process import say
 
 TOPK, ROWS = 2048, 262_144  # of GLM-5; rows of the cache, as in sparse_mla's bench
 ROW_BYTES = {"bf16": 1152, "fp8": 656}  # of the cache; fp8_ds_mla
@@ -296,7 +297,7 @@ def main() -> None:
     if args.json and (why := unwritable(args.json)):
         sys.exit(why)
     if not args.no_compile:
-        print("compiling the kernels for sm_120: a minute or two the first time", file=sys.stderr, flush=True)
+        say("compiling the kernels for sm_120: a minute or two the first time")
     rows, problems = predictions(works, not args.no_compile)
     print(f"{RTX_PRO_6000.name}: lower bounds, not measurements\n{table(works, rows)}")
     for why in problems:

@@ -304,7 +304,7 @@ def test_an_unwritable_file_is_reported_before_the_work(
     monkeypatch.setattr(roofline, "predictions", lambda *_: pytest.fail("worked first"))
     out = tmp_path / "absent" / "numbers.json"
     assert bench.main(["--quick", "--out", str(out)]) == 1
-    assert capsys.readouterr().err == f"cannot write {out}: No such file or directory; give another path\n"
+    assert capsys.readouterr().err == f"glm5-shim: cannot write {out}: No such file or directory; give another path\n"
     monkeypatch.setattr(sys, "argv", ["roofline", "--json", str(tmp_path)])
     with pytest.raises(SystemExit, match="Is a directory"):
         roofline.main()
