@@ -79,7 +79,7 @@ class Compiled:
         """How many variants there are; 0 before warm-up."""
         return sum(map(len, self._caches))
 
-    def report(self, call: object) -> None:
+    def tell(self, call: object) -> None:
         """Logs this call, if a variant was compiled for it after warm-up."""
         if (count := self.count()) > self._reported:
             self._reported = count

@@ -175,7 +175,7 @@ def sparse_mla(
     )
     if call.merge is not None:
         kernel.merge[(call.merge.programs,)](shares, share_lse, out, lse, *call.merge.numbers, **call.merge.options)
-    compiled.report(call)
+    compiled.tell(call)
     return out, lse
 
 
@@ -200,7 +200,7 @@ def _attend_shared(
             kernel.attend[(launch.programs,)](
                 *part.arguments(chosen, counts, part.out, part.lse), scale, *launch.numbers, **launch.options
             )
-            compiled.report(launch)
+            compiled.tell(launch)
 
 
 class _Call(NamedTuple):
