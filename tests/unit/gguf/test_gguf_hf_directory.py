@@ -33,6 +33,7 @@ def test_contents(tiny_model, tmp_path):
     assert path.stat().st_mode & 0o755 == 0o755
 
 
+@pytest.mark.needs("transformers")
 def test_transformers_loads_it(tiny_model, tmp_path):
     """As vLLM does: config, generation config, tokenizer and chat template, from the directory alone."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
