@@ -1,4 +1,4 @@
-"""What vLLM will be told of a GGUF, as one JSON object: the answer of `glm5-shim gguf`."""
+"""What vLLM gets from a GGUF, as one JSON object: the answer of `glm5-shim gguf`."""
 
 from __future__ import annotations
 
