@@ -1,7 +1,6 @@
 """A GGUF's weights as torch tensors under their Hugging Face names, one at a time.
 
-Each is dequantised, on the CPU, unless it is among `kept`: then it comes as the bytes of the file, as vLLM's GGUF
-layers take them.
+Each is dequantised on the CPU, unless it is among `kept`. Those come as the bytes of the file, for vLLM's GGUF layers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shim.gguf.names import KV_B, mapped, require_complete, split_name
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 _CHUNK = 1 << 24  # values dequantised at a time: 64 MiB of float32, and as much again inside gguf-py
-# What a NextN block may leave out and then has in common with the model: its name in the block, the model's
+# A NextN block may leave these out, and then uses the model's: (name in the block, name in the model)
 _SHARED = (("nextn.embed_tokens.weight", "token_embd.weight"), ("nextn.shared_head_head.weight", "output.weight"))
 
 
@@ -30,11 +29,11 @@ def weights(
 ) -> Weights:
     """Yields (HF name, tensor) as a DeepSeek-V2 checkpoint holds them: experts one by one, kv_b_proj in one piece.
 
-    Quantised tensors come as `dtype`, F32, F16 and BF16 as they are. `nextn=False` leaves out the NextN blocks. The
-    indexers of layers that share a selection are left out, as they are from GLM-5.2's own checkpoint.
+    Quantised tensors become `dtype`. F32, F16 and BF16 keep their types. `nextn=False` leaves out the NextN blocks.
+    Indexers of layers that share a selection are left out, because GLM-5.2's own checkpoint has none.
     kept: GGUF names of tensors that stay quantised (`shim.gguf.quantised_layers`). They come as `<name>.qweight_type`,
     a scalar, and then `<name>.qweight`, uint8 rows that lie in the memory-mapped file.
-    Raises GGUFProblem, before the first tensor, unless the file is complete and every shape is right.
+    Raises GGUFProblem before the first tensor if the file is not complete or a shape is wrong.
     """
     config = hf_config(model)
     require_complete(model, config)
@@ -45,7 +44,7 @@ def weights(
 
 
 def draft_weights(model: Model, *, dtype: torch.dtype = torch.float32, kept: Set[str] = frozenset()) -> Weights:
-    """The same for the NextN blocks alone, each with an embedding and a head: its own, or the model's."""
+    """The same for the NextN blocks alone. Each gets an embedding and a head: its own, or the model's."""
     config = hf_config(model)
     require_complete(model, config)
     first = config["num_hidden_layers"]
@@ -62,13 +61,13 @@ def draft_weights(model: Model, *, dtype: torch.dtype = torch.float32, kept: Set
 
 
 def _tensor(model: Model, config: dict[str, Any], name: str, hf: str, dtype: torch.dtype, kept: Set[str]) -> Weights:
-    """What becomes of one tensor of the file: nothing, one, or as many as there are experts in it."""
+    """The tensors that vLLM gets for one of the file: none, one, or one for each expert."""
     layer, rest = split_name(name)
     tensor = model.tensors[name]
     if rest.startswith("indexer.") and layer is not None and shares_selection(config, layer):
         return
     if hf.endswith(KV_B):
-        if rest != "attn_v_b.weight":  # attn_k_b brings its other half along
+        if rest != "attn_v_b.weight":  # kv_b reads both halves when attn_k_b comes
             yield hf, kv_b(model, layer, dtype)
         return
     experts = range(tensor.shape[0]) if ".experts.0." in hf else [None]
@@ -83,7 +82,7 @@ def _tensor(model: Model, config: dict[str, Any], name: str, hf: str, dtype: tor
 
 
 def packed(tensor: Tensor, index: int | None = None) -> torch.Tensor:
-    """The tensor, or its `index`-th slice, as uint8 [..., bytes of a row]: a view of the file, not to be written to."""
+    """The tensor, or its `index`-th slice, as uint8 [..., bytes of a row]: a view of the file. Do not write to it."""
     raw = tensor.raw() if index is None else tensor.raw()[index]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -91,9 +90,9 @@ def packed(tensor: Tensor, index: int | None = None) -> torch.Tensor:
 
 
 def dense(tensor: Tensor, index: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The tensor, or only its `index`-th slice (an expert), as a torch tensor that owns its memory.
+    """The tensor, or its `index`-th slice (an expert), as a torch tensor that owns its memory.
 
-    `dtype` for a quantised type; F32, F16 and BF16 keep theirs, bit for bit.
+    A quantised type becomes `dtype`. F32, F16 and BF16 keep their types and bits.
     """
     raw = tensor.raw() if index is None else tensor.raw()[index]
     if tensor.type is Type.BF16:
@@ -111,9 +110,9 @@ def dense(tensor: Tensor, index: int | None = None, dtype: torch.dtype = torch.f
 
 
 def kv_b(model: Model, layer: int | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """kv_b_proj [heads * (nope + v), kv_lora], rebuilt from k_b and v_b, or as it is in an older file.
+    """kv_b_proj [heads * (nope + v), kv_lora], rebuilt from k_b and v_b. An older file has it in one piece.
 
-    llama.cpp's converter splits it by head and transposes k_b: k_b [heads, kv_lora, nope], v_b [heads, v, kv_lora].
+    llama.cpp's converter splits it by head, and transposes k_b: k_b [heads, kv_lora, nope], v_b [heads, v, kv_lora].
     """
     fused = model.tensors.get(f"blk.{layer}.attn_kv_b.weight")
     if fused is not None:
