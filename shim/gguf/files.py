@@ -19,20 +19,12 @@ from gguf import GGMLQuantizationType as Type
 
 from shim import process
 from shim.gguf.reader import MAGIC, Header, MalformedHeader, Metadata, TensorInfo, read_header
+from shim.gguf.tensor_types import PLAIN_TYPES, QUANT_TYPES
 
 GIVE = "give a .gguf file, any part of a set, its directory, or directory:QUANT"
 MOST_NAMED = 32  # missing parts
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's gguf-split
 
-# gguf-py can dequantise these, and vllm-gguf-plugin has kernels for them. Others (ik_llama's, ternary, MXFP4) are
-# refused.
-PLAIN_TYPES = (Type.F32, Type.F16, Type.BF16)
-QUANT_TYPES = (
-    *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
-    *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
-    *(Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S),
-    *(Type.IQ4_NL, Type.IQ4_XS),
-)
 _NUMPY_TYPES = {Type.F32: np.float32, Type.F16: np.float16}
 
 

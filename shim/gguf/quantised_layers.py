@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shim.gguf.config import hf_config
-from shim.gguf.files import PLAIN_TYPES, GGUFProblem, Model
+from shim.gguf.files import GGUFProblem, Model
 from shim.gguf.names import KV_B, mapped, split_name
+from shim.gguf.tensor_types import PLAIN_TYPES
 
 # vLLM builds these layers with the quantisation that it is given. It builds router, norms and eh_proj without one.
 # Three more are better unquantised: kv_b_proj is rebuilt and then split into matrices, the indexer's wk shares a layer
