@@ -240,7 +240,7 @@ def main() -> int:
     if arguments.child:
         child(json.loads(arguments.child))
         return 0
-    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+    sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "e2e")]
     verdict = Verdict()
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(os.environ.get("OUT_DIR", scratch))
