@@ -1,0 +1,91 @@
+# mypy: ignore-errors
+"""What the products share: a block of weights in 16 bits, a step of a product with few tokens, and the sum that the last of
+several programs makes. And the kernel that writes weights of any type to memory in 16 bits."""
+
+import triton
+import triton.language as tl
+
+from shim.kernels.ggml import tile
+
+
+@triton.jit
+def block(
+    packed, table, row, columns, tiles, step, dtype: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """[rows, 32 * GROUPS] of dtype: the columns of step `step`. `tile.weights` says what the rest is."""
+    if TYPE == "":
+        return tile.plain(packed, row, columns, step, GROUPS).to(dtype)
+    else:
+        values = tile.weights(packed, table, row, tiles, step, TYPE, BYTES, GROUPS)
+        return tl.reshape(values.to(dtype), [row.shape[0], 32 * GROUPS])
+
+
+@triton.jit
+def rows_of_threads(BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """0 to BLOCK - 1 in the order in which Triton deals rows to threads (8 to a warp, warp after warp), such that each
+    thread gets those that it holds of an MMA operand: of 16 rows those at r and r + 8."""
+    n = tl.arange(0, BLOCK)
+    return n // (16 * WARPS) * (16 * WARPS) + n // 8 % WARPS * 16 + n // (8 * WARPS) % 2 * 8 + n % 8
+
+
+@triton.jit
+def add_product(
+    acc, packed, table, row, lines, valid, columns, tiles, tile_k, TYPE: tl.constexpr, BYTES: tl.constexpr,
+    WARPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """acc [rows, tokens] + (weights of column tile tile_k) . x^T, weights as the MMA's first operand.
+
+    lines: pointers to x's rows, [tokens], those that are not valid are not read. row: in the order of
+    `rows_of_threads`. A thread has 32 neighbouring columns, of an operand it has WIDTH of every 4 * WIDTH instead. So
+    columns are renumbered, for weights and x alike, and a weight enters the MMA in the thread that decoded it. WIDTH is
+    what Triton takes for the operand (kWidth): another is as right, but then weights move between threads. Of two
+    products in a chain Triton puts all warps along the rows; of a single one with many tokens it would not.
+    """
+    dtype: tl.constexpr = lines.dtype.element_ty
+    BLOCK: tl.constexpr = row.shape[0]
+    for half in tl.static_range(2):
+        step = tile_k * 2 + half
+        i = tl.arange(0, 128)
+        if TYPE == "":
+            w = tile.plain(packed, row, columns, step, 4).to(dtype)
+            w = tl.permute(tl.reshape(w, [BLOCK // (16 * WARPS), 2, WARPS, 8, 128]), 0, 2, 1, 3, 4)
+            k = step * 128 + i
+        else:
+            w = tile.weights(packed, table, row, tiles, step, TYPE, BYTES, 4).to(dtype)
+            w = tl.reshape(w, [BLOCK // (16 * WARPS), 2, WARPS, 8, 4, 16 // WIDTH, 2, WIDTH])
+            w = tl.permute(w, 0, 2, 1, 3, 5, 6, 4, 7)
+            within = i // (8 * WIDTH) * (2 * WIDTH) + i // (4 * WIDTH) % 2 * WIDTH + i % WIDTH
+            k = step * 128 + i // WIDTH % 4 * 32 + within
+        w = tl.reshape(w, [BLOCK, 128])
+        x = tl.load(lines[None, :] + k[:, None], mask=valid[None, :] & (k < columns)[:, None], other=0.0)
+        acc = tl.dot(w, x, acc)
+    return acc
+
+
+@triton.jit
+def is_last(arrived, COUNT: tl.constexpr):
+    """True in the last of COUNT programs that come here with this counter, which is 0 before and after. It sees all that
+    the others wrote before they came."""
+    tl.debug_barrier()  # every warp has written before the program counts
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == COUNT - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "tiles", "first", "count"])
+def dequantize(
+    packed, table, out, rows, columns, tiles, first, count, matrix,
+    TYPE: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows first to first + count of each matrix to out [matrices, count, columns]: BLOCK rows, 128 columns and one
+    matrix a program (the grid's three axes). matrix: values of packed from one matrix to the next."""
+    step = tl.program_id(1)
+    which = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = first + tl.minimum(n, count - 1)
+    values = block(packed + which * matrix, table, row, columns, tiles, step, out.dtype.element_ty, TYPE, BYTES, 4)
+    k = step * 128 + tl.arange(0, 128)
+    lines = out + (which * count + n) * columns
+    tl.store(lines[:, None] + k[None, :], values, mask=(n < count)[:, None] & (k < columns)[None, :])

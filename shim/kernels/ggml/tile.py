@@ -1,0 +1,452 @@
+# mypy: ignore-errors
+"""Weights of any type as numbers, in registers: what the kernels of linear layers and of experts share. Only @triton.jit.
+
+A step is 128 or 64 columns of some rows. Everything of a group of 32 columns (its codes, scales and minima) is loaded as
+[rows, groups], by the same thread, in Triton's first choice of layout (lanes: 8 rows by 4 groups): nothing that belongs
+together ever meets in shared memory. A code becomes a float without a conversion: its bits are moved to bit 14 of a float
+between 512 and 1,024, whose value is 512 + code, and one FMA with the scale makes the weight:
+
+    w = scale * (512 + code) + (offset - 512 * scale)
+
+fp32 rounds the second sum to 2**-15 of a scale, far below what the conversion to 16 bits rounds. Formulas of the types:
+gguf-py's quants.py. Bytes and planes: layout.py.
+"""
+
+import triton
+import triton.language as tl
+
+ONE: tl.constexpr = tl.constexpr(0x44000000)  # 512.0
+BIAS: tl.constexpr = tl.constexpr(512.0)
+
+
+@triton.jit
+def _load(pointers):
+    """Neighbours in memory, but a thread loads one: its others would be of other groups."""
+    return tl.load(tl.max_contiguous(pointers, [1, 1]))
+
+
+@triton.jit
+def _word(half, spot, INDEX: tl.constexpr):
+    """uint32 [rows, groups]: word INDEX of each group."""
+    return _load((half + INDEX * 256).to(tl.pointer_type(tl.uint32), bitcast=True) + spot)
+
+
+@triton.jit
+def _short(half, spot, WORDS: tl.constexpr, INDEX: tl.constexpr):
+    return _pair(half + (WORDS * 256 + INDEX * 128), spot)
+
+
+@triton.jit
+def _half(half, spot, WORDS: tl.constexpr, INDEX: tl.constexpr):
+    plane = half + (WORDS * 256 + INDEX * 128)
+    return _load(plane.to(tl.pointer_type(tl.float16), bitcast=True) + spot).to(tl.float32)
+
+
+@triton.jit
+def _byte(half, spot, OFFSET: tl.constexpr):
+    """Nothing is loaded by the byte: Triton would take another layout of the MMA's operand for it (kWidth 4)."""
+    return (_pair(half + OFFSET, spot // 2) >> (spot % 2 * 8).to(tl.uint32)) & 255
+
+
+@triton.jit
+def _pair(plane, at):
+    return _load(plane.to(tl.pointer_type(tl.uint16), bitcast=True) + at).to(tl.uint32)
+
+
+@triton.jit
+def _nibble(half, spot, OFFSET: tl.constexpr):
+    return (_pair(half + OFFSET, spot // 4) >> (spot % 4 * 4).to(tl.uint32)) & 15
+
+
+@triton.jit
+def _crumb(half, spot, OFFSET: tl.constexpr):
+    return (_pair(half + OFFSET, spot // 8) >> (spot % 8 * 2).to(tl.uint32)) & 3
+
+
+@triton.jit
+def _own(own, spot):
+    """The one fp16 number of each row's super-block."""
+    return _load(own.to(tl.pointer_type(tl.float16), bitcast=True) + spot // 4).to(tl.float32)
+
+
+@triton.jit
+def _both(word):
+    """The two fp16 numbers of a uint32."""
+    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _own_both(own, spot):
+    return _both(_load(own.to(tl.pointer_type(tl.uint32), bitcast=True) + spot // 4))
+
+
+@triton.jit
+def _fields(word, BITS: tl.constexpr, COUNT: tl.constexpr, TO: tl.constexpr, FIRST: tl.constexpr, BY: tl.constexpr):
+    """[...] -> [..., COUNT]: fields FIRST, FIRST + BY, ... of BITS bits, each moved to bit TO."""
+    if COUNT == 1:
+        MASK: tl.constexpr = ((1 << BITS) - 1) << TO
+        if FIRST * BITS < TO:
+            return (word << (TO - FIRST * BITS)) & MASK
+        else:
+            return (word >> (FIRST * BITS - TO)) & MASK
+    else:
+        even = _fields(word, BITS, COUNT // 2, TO, FIRST, BY * 2)
+        odd = _fields(word, BITS, COUNT // 2, TO, FIRST + BY, BY * 2)
+        return tl.reshape(tl.join(even, odd), word.shape + [COUNT])
+
+
+@triton.jit
+def _codes(word, BITS: tl.constexpr, TO: tl.constexpr = 14):
+    """All fields of a uint32: [...] -> [..., 32 / BITS]."""
+    return _fields(word, BITS, 32 // BITS, TO, 0, 1)
+
+
+@triton.jit
+def _chain(a, b):
+    """[x, y, n] and [x, y, n] -> [x, y, 2 * n]."""
+    both = tl.permute(tl.join(a, b), (0, 1, 3, 2))
+    return tl.reshape(both, [a.shape[0], a.shape[1], 2 * a.shape[2]])
+
+
+@triton.jit
+def _chain4(a, b, c, d):
+    return _chain(_chain(a, b), _chain(c, d))
+
+
+@triton.jit
+def _fours(half, spot):
+    """The 32 codes of 4 bits that four words hold."""
+    return _chain4(
+        _codes(_word(half, spot, 0), 4), _codes(_word(half, spot, 1), 4),
+        _codes(_word(half, spot, 2), 4), _codes(_word(half, spot, 3), 4),
+    )  # fmt: skip
+
+
+@triton.jit
+def _twos(half, spot, INDEX: tl.constexpr, TO: tl.constexpr):
+    """The 32 codes of 2 bits that two words hold."""
+    return _chain(_codes(_word(half, spot, INDEX), 2, TO), _codes(_word(half, spot, INDEX + 1), 2, TO))
+
+
+@triton.jit
+def _number(codes):
+    """512 + code."""
+    return (codes | ONE).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scaled(number, scale, offset):
+    """number [x, y, 32] by scale and offset [x, y]."""
+    return number * scale[:, :, None] + offset[:, :, None]
+
+
+@triton.jit
+def _scaled_parts(number, scale, offset):
+    """number [x, y, 32] by scale and offset [x, y, parts] of 32 / parts each."""
+    PARTS: tl.constexpr = scale.shape[2]
+    split = tl.reshape(number, [number.shape[0], number.shape[1], PARTS, 32 // PARTS])
+    return tl.reshape(split * scale[:, :, :, None] + offset[:, :, :, None], number.shape)
+
+
+@triton.jit
+def _e8m0(exponent):
+    """Half of 2**(exponent - 127): gguf-py's e8m0_to_fp32_half."""
+    bits = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ue4m3(code):
+    """Half of an unsigned e4m3; 0x7F is 0. Its bits are those of a float but for the bias, 120 = 127 - 7."""
+    bits = ((code & 127) << 20).to(tl.float32, bitcast=True)
+    return tl.where(code == 127, 0.0, bits * 2.0**60 * 2.0**59)
+
+
+@triton.jit
+def _e2m1(half, spot):
+    """Doubled e2m1 values: exponent and mantissa in a float's place, the bias made good by a product."""
+    magnitude = _chain4(
+        _codes(_word(half, spot, 0), 4, 22), _codes(_word(half, spot, 1), 4, 22),
+        _codes(_word(half, spot, 2), 4, 22), _codes(_word(half, spot, 3), 4, 22),
+    )  # fmt: skip
+    value = (magnitude & 0x01C00000).to(tl.float32, bitcast=True) * 2.0**127
+    return (value.to(tl.uint32, bitcast=True) | ((magnitude & 0x02000000) << 6)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _looked_up(table, codes):
+    """Values of IQ4_NL by codes of 4 bits: [x, y] words -> [x, y, 8]. One gather for each, of the same 64 bytes."""
+    return _gather8(table, codes, 0, 1, 8)
+
+
+@triton.jit
+def _gather8(table, word, FIRST: tl.constexpr, BY: tl.constexpr, COUNT: tl.constexpr):
+    if COUNT == 1:
+        return tl.load(table + ((word >> (FIRST * 4)) & 15))
+    else:
+        even = _gather8(table, word, FIRST, BY * 2, COUNT // 2)
+        odd = _gather8(table, word, FIRST + BY, BY * 2, COUNT // 2)
+        return tl.reshape(tl.join(even, odd), word.shape + [COUNT])
+
+
+@triton.jit
+def _grid8(table, index):
+    """8 values of 8 bits: [x, y] -> codes [x, y, 8]."""
+    entry = tl.load(table + index)
+    low, high = (entry & 0xFFFFFFFF).to(tl.uint32), ((entry >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return _chain(_codes(low, 8), _codes(high, 8))
+
+
+@triton.jit
+def _signs(word):
+    """IQ2_XXS and IQ3_XXS: in each byte 7 bits of signs become 8, an even number of them set."""
+    kept = word & 0x7F7F7F7F
+    odd = kept ^ (kept >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = odd ^ (odd >> 1)
+    return kept | ((odd & 0x01010101) << 7)
+
+
+@triton.jit
+def _top_bits(word):
+    """The top bit of each byte, together: 0 to 15, as a float."""
+    return ((((word >> 7) & 0x01010101) * 0x01020408) >> 24 & 15).to(tl.float32)
+
+
+@triton.jit
+def _signed(value, signs):
+    """value [x, y, 32], each negated where its bit of signs [x, y] is set."""
+    flip = _codes(signs, 1, 31)
+    return (value.to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _grids_of_4(table, word, BITS: tl.constexpr, high):
+    """16 values, by 4 indices of 8 bits with a ninth from the low bits of `high`."""
+    a = _codes4(tl.load(table + ((word & 255) | ((high & 1) << 8))), BITS)
+    b = _codes4(tl.load(table + (((word >> 8) & 255) | ((high & 2) << 7))), BITS)
+    c = _codes4(tl.load(table + (((word >> 16) & 255) | ((high & 4) << 6))), BITS)
+    d = _codes4(tl.load(table + (((word >> 24) & 255) | ((high & 8) << 5))), BITS)
+    return _chain4(a, b, c, d)
+
+
+@triton.jit
+def _codes4(entry, BITS: tl.constexpr):
+    return _fields(entry.to(tl.uint32), BITS, 4, 14, 0, 1)
+
+
+@triton.jit
+def _ternary(table, word, high, STEP: tl.constexpr):
+    """32 codes of IQ1, by 4 indices of 8 bits with three more from `high`, every STEP bits."""
+    a = _codes8(tl.load(table + ((word & 255) | ((high & 7) << 8))))
+    b = _codes8(tl.load(table + (((word >> 8) & 255) | (((high >> STEP) & 7) << 8))))
+    c = _codes8(tl.load(table + (((word >> 16) & 255) | (((high >> 2 * STEP) & 7) << 8))))
+    d = _codes8(tl.load(table + (((word >> 24) & 255) | (((high >> 3 * STEP) & 7) << 8))))
+    return _chain4(a, b, c, d)
+
+
+@triton.jit
+def _codes8(entry):
+    return _fields(entry.to(tl.uint32), 2, 8, 14, 0, 1)
+
+
+@triton.jit
+def _delta(high, BIT: tl.constexpr):
+    """IQ1: what is added to a ternary value, and the bias taken off."""
+    return tl.where((high >> BIT) & 1 != 0, -0.125, 0.125) - (BIAS + 1.0)
+
+
+@triton.jit
+def weights(packed, table, row, tiles, step, TYPE: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr):
+    """fp32 [rows, GROUPS, 32]: the weights of `row` (int32 [rows], all valid) in the columns of step `step`.
+
+    packed: uint8 pointer to a matrix; tiles: of a row of tiles; BYTES: of 256 columns of a row, as the file has them;
+    table: tables.table, or anything; GROUPS: 2 or 4, of 32 columns
+    """
+    g = step * GROUPS % 4 + tl.arange(0, GROUPS)
+    spot = (row % 16)[:, None] * 4 + g[None, :]
+    start = packed + (row // 16).to(tl.int64) * (tiles * (16 * BYTES))
+    tile = start[:, None] + (step * GROUPS // 8).to(tl.int64) * (16 * BYTES)
+    second = step * GROUPS // 4 % 2
+    if TYPE == "Q4_0" or TYPE == "IQ4_NL" or TYPE == "Q4_1" or TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q8_0":
+        return _legacy(tile + second * (8 * BYTES), table, spot, TYPE)
+    elif TYPE == "MXFP4" or TYPE == "NVFP4":
+        half = tile + second * (8 * BYTES)
+        if TYPE == "MXFP4":
+            return _e2m1(half, spot) * _e8m0(_byte(half, spot, 1024))[:, :, None]
+        else:
+            code = _short(half, spot, 4, 0)
+            scale = tl.join(_ue4m3(code & 255), _ue4m3(code >> 8))
+            return _scaled_parts(_e2m1(half, spot), scale, tl.zeros_like(scale))
+    elif TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q2_K":
+        half = tile + second * (8 * (BYTES - 4))
+        return _with_minima(half, tile + 16 * (BYTES - 4), spot, TYPE)
+    else:
+        half = tile + second * (8 * (BYTES - 2))
+        d = _own(tile + 16 * (BYTES - 2), spot)
+        if TYPE == "IQ1_S" or TYPE == "IQ1_M":
+            return _iq1(half, table, d, spot, TYPE)
+        elif TYPE == "IQ2_XXS" or TYPE == "IQ2_XS" or TYPE == "IQ2_S":
+            return _iq2(half, table, d, spot, TYPE)
+        elif TYPE == "IQ3_XXS" or TYPE == "IQ3_S":
+            return _iq3(half, table, d, spot, TYPE)
+        else:
+            return _without_minima(half, table, d, spot, TYPE)
+
+
+@triton.jit
+def _legacy(half, table, spot, TYPE: tl.constexpr):
+    if TYPE == "Q8_0":
+        first = _chain4(
+            _codes(_word(half, spot, 0), 8), _codes(_word(half, spot, 1), 8),
+            _codes(_word(half, spot, 2), 8), _codes(_word(half, spot, 3), 8),
+        )  # fmt: skip
+        last = _chain4(
+            _codes(_word(half, spot, 4), 8), _codes(_word(half, spot, 5), 8),
+            _codes(_word(half, spot, 6), 8), _codes(_word(half, spot, 7), 8),
+        )  # fmt: skip
+        d = _half(half, spot, 8, 0)
+        return _scaled(_number(_chain(first, last)), d, d * -(BIAS + 128))
+    elif TYPE == "IQ4_NL":
+        return _scaled_values(half, table, spot, _half(half, spot, 4, 0))
+    elif TYPE == "Q4_0":
+        d = _half(half, spot, 4, 0)
+        return _scaled(_number(_fours(half, spot)), d, d * -(BIAS + 8))
+    elif TYPE == "Q4_1":
+        d = _half(half, spot, 4, 0)
+        m = _half(half, spot, 4, 1)
+        return _scaled(_number(_fours(half, spot)), d, m - d * BIAS)
+    else:
+        codes = _fours(half, spot) | _codes(_word(half, spot, 4), 1, 18)
+        d = _half(half, spot, 5, 0)
+        if TYPE == "Q5_0":
+            return _scaled(_number(codes), d, d * -(BIAS + 16))
+        else:
+            return _scaled(_number(codes), d, _half(half, spot, 5, 1) - d * BIAS)
+
+
+@triton.jit
+def _scaled_values(half, table, spot, scale):
+    values = _chain4(
+        _looked_up(table, _word(half, spot, 0)), _looked_up(table, _word(half, spot, 1)),
+        _looked_up(table, _word(half, spot, 2)), _looked_up(table, _word(half, spot, 3)),
+    )  # fmt: skip
+    return values * scale[:, :, None]
+
+
+@triton.jit
+def _with_minima(half, own, spot, TYPE: tl.constexpr):
+    d, least = _own_both(own, spot)
+    if TYPE == "Q2_K":
+        both = _short(half, spot, 2, 0)
+        scale = tl.join((both & 15).to(tl.float32), (both >> 8 & 15).to(tl.float32)) * d[:, :, None]
+        offset = tl.join((both >> 4 & 15).to(tl.float32), (both >> 12).to(tl.float32)) * least[:, :, None]
+        return _scaled_parts(_number(_twos(half, spot, 0, 14)), scale, scale * -BIAS - offset)
+    else:
+        codes = _fours(half, spot)
+        if TYPE == "Q5_K":
+            codes = codes | _codes(_word(half, spot, 4), 1, 18)
+        WORDS: tl.constexpr = 5 if TYPE == "Q5_K" else 4
+        one = _byte(half, spot, WORDS * 256)
+        four = _nibble(half, spot, WORDS * 256 + 64)
+        scale = d * (one & 63).to(tl.float32)
+        offset = least * (one >> 6 | four << 2).to(tl.float32)
+        return _scaled(_number(codes), scale, scale * -BIAS - offset)
+
+
+@triton.jit
+def _without_minima(half, table, d, spot, TYPE: tl.constexpr):
+    if TYPE == "Q6_K":
+        codes = _fours(half, spot) | _twos(half, spot, 4, 18)
+        both = _short(half, spot, 6, 0)
+        scale = tl.join(_int8(both & 255), _int8(both >> 8)) * d[:, :, None]
+        return _scaled_parts(_number(codes), scale, scale * -(BIAS + 32))
+    elif TYPE == "Q3_K":
+        codes = _twos(half, spot, 0, 14) | _codes(_word(half, spot, 2), 1, 16)
+        one = _byte(half, spot, 3 * 256)
+        four = _nibble(half, spot, 3 * 256 + 64)
+        scale = tl.join((one & 63).to(tl.float32), (one >> 6 | four << 2).to(tl.float32)) - 32.0
+        scale = scale * d[:, :, None]
+        return _scaled_parts(_number(codes), scale, scale * -(BIAS + 4))
+    elif TYPE == "IQ4_XS":
+        code = _nibble(half, spot, 4 * 256) | _crumb(half, spot, 4 * 256 + 32) << 4
+        return _scaled_values(half, table, spot, d * (code.to(tl.float32) - 32.0))
+    else:
+        tl.static_assert(TYPE == "TQ1_0" or TYPE == "TQ2_0")
+        return _scaled(_number(_twos(half, spot, 0, 14)), d, d * -(BIAS + 1))
+
+
+@triton.jit
+def _int8(byte):
+    return (byte ^ 128).to(tl.float32) - 128.0
+
+
+@triton.jit
+def _iq1(half, table, d, spot, TYPE: tl.constexpr):
+    word = _word(half, spot, 0)
+    high = _short(half, spot, 1, 0)
+    if TYPE == "IQ1_S":
+        scale = d * (2 * (high >> 12 & 7) + 1).to(tl.float32)
+        return _scaled(_number(_ternary(table, word, high, 3)), scale, scale * _delta(high, 15))
+    else:
+        both = _nibble(half, spot, 256 + 128) | _crumb(half, spot, 256 + 128 + 32) << 4
+        first = d * (2 * (both & 7) + 1).to(tl.float32)
+        second = d * (2 * (both >> 3) + 1).to(tl.float32)
+        scale = _chain(tl.join(first, first), tl.join(second, second))
+        delta = _chain(tl.join(_delta(high, 3), _delta(high, 7)), tl.join(_delta(high, 11), _delta(high, 15)))
+        return _scaled_parts(_number(_ternary(table, word, high, 4)), scale, scale * delta)
+
+
+@triton.jit
+def _iq2(half, table, d, spot, TYPE: tl.constexpr):
+    word = _word(half, spot, 0)
+    signs = _word(half, spot, 1)
+    if TYPE == "IQ2_XXS":
+        high = tl.zeros_like(word)
+        first = _top_bits(signs)
+        second = first
+        signs = _signs(signs)
+    elif TYPE == "IQ2_XS":
+        high = ((signs >> 7 & 1) | (signs >> 13 & 4) | (signs >> 19 & 16) | (signs >> 25 & 64))
+        both = _byte(half, spot, 2 * 256)
+        first, second = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
+        signs = _signs(signs)
+    else:
+        high = _byte(half, spot, 2 * 256)
+        both = _byte(half, spot, 2 * 256 + 64)
+        first, second = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
+    codes = _chain4(
+        _grid8(table, (word & 255) | (high & 3) << 8), _grid8(table, (word >> 8 & 255) | (high & 12) << 6),
+        _grid8(table, (word >> 16 & 255) | (high & 48) << 4), _grid8(table, (word >> 24) | (high & 192) << 2),
+    )  # fmt: skip
+    scale = (tl.join(first, second) + 0.5) * (0.25 * d)[:, :, None]
+    return _signed(_scaled_parts(_number(codes), scale, scale * -BIAS), signs)
+
+
+@triton.jit
+def _iq3(half, table, d, spot, TYPE: tl.constexpr):
+    first = _word(half, spot, 0)
+    second = _word(half, spot, 1)
+    signs = _word(half, spot, 2)
+    if TYPE == "IQ3_XXS":
+        BITS: tl.constexpr = 8
+        high = tl.zeros_like(first)
+        scale = (_top_bits(signs) + 0.5) * (0.5 * d)
+        signs = _signs(signs)
+    else:
+        BITS: tl.constexpr = 4
+        high = _byte(half, spot, 3 * 256)
+        scale = d * (2 * _nibble(half, spot, 3 * 256 + 64) + 1).to(tl.float32)
+    codes = _chain(_grids_of_4(table, first, BITS, high), _grids_of_4(table, second, BITS, high >> 4))
+    return _signed(_scaled(_number(codes), scale, scale * -BIAS), signs)
+
+
+@triton.jit
+def plain(matrix, row, columns, step, GROUPS: tl.constexpr):
+    """As `weights`, of F32, F16 and BF16: 0 behind the last column."""
+    k = step * (32 * GROUPS) + tl.arange(0, 32 * GROUPS)
+    lines = matrix + row.to(tl.int64) * columns
+    value = tl.load(lines[:, None] + k[None, :], mask=(k < columns)[None, :], other=0.0)
+    return value

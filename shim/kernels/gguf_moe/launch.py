@@ -1,0 +1,271 @@
+"""The host side of quantised experts: checks, plan, launch. No host sync; grids depend on shapes alone, so that a captured
+graph serves any choice of experts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from shim.kernels.ggml.launch import ACTIVATIONS, Operand, check_weight, dequantize, operand, operand_width, rows_view
+from shim.kernels.ggml.layout import PLAIN, Weight
+from shim.kernels.gguf_moe import kernel, tune
+from shim.kernels.host import Compiled, sm_count
+
+compiled = Compiled(
+    "gguf_moe", kernel.gate_up_few, kernel.down_few, kernel.count, kernel.place, kernel.gate_up_many,
+    kernel.down_many, kernel.add_up,
+)  # fmt: skip
+
+
+class Experts(NamedTuple):
+    """The weights of a layer's experts: each [E, ...], each of a type of its own.
+
+    gate, up: [E, I, K]; down: [E, K, I]
+    """
+
+    gate: Weight
+    up: Weight
+    down: Weight
+
+    @classmethod
+    def stacked(cls, gate_up: Weight, down: Weight) -> Experts:
+        """Of gate and up in one, [E, 2 * I, K], gate first. ValueError unless I is whole 16."""
+        half = gate_up.rows // 2
+        return cls(rows_view(gate_up, 0, half), rows_view(gate_up, half, half), down)
+
+
+class Workspace:
+    """What programs that share a product leave for the last of them (few tokens): at one address for as long as graphs are
+    replayed. Calls that may run at the same time need one each."""
+
+    def __init__(self, sums: int, tiles: int, device: torch.device | str) -> None:
+        """sums: fp32 numbers; tiles: counters, which every launch leaves at zero."""
+        self.partial = torch.empty(sums, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+    @classmethod
+    def of(cls, slots: int, top_k: int, experts: Experts, device: torch.device, plan: tune.Plan) -> Workspace:
+        return cls(*needs(_few(slots, top_k, experts, plan, sm_count(device)), slots, top_k, experts), device)
+
+    def check(self, sums: int, tiles: int) -> None:
+        if sums > self.partial.numel() or tiles > self.arrived.numel():
+            raise ValueError(
+                f"workspace has {self.partial.numel()} sums and {self.arrived.numel()} counters, this call needs {sums} "
+                f"and {tiles}"
+            )
+
+
+class Few(NamedTuple):
+    """How few slots are dealt out."""
+
+    gate_up_tiles: int
+    gate_up_splits: int
+    down_tiles: int
+    down_splits: int
+
+
+def _few(slots: int, top_k: int, experts: Experts, plan: tune.Plan, sms: int) -> Few:
+    up, down = -(-experts.gate.rows // plan.gate_up.block_n), -(-experts.down.rows // plan.down.block_n)
+    wide = -(-experts.gate.columns // 256)
+    return Few(
+        up, tune.splits(slots * up, wide, plan.gate_up, sms),
+        down, tune.splits(slots // top_k * down, top_k, plan.down, sms),
+    )  # fmt: skip
+
+
+def needs(few: Few, slots: int, top_k: int, experts: Experts) -> tuple[int, int]:
+    """Sums and counters of a workspace."""
+    tokens = slots // top_k
+    sums = [2 * few.gate_up_splits * slots * experts.gate.rows] if few.gate_up_splits > 1 else []
+    sums += [few.down_splits * tokens * experts.down.rows] if few.down_splits > 1 else []
+    return max(sums, default=0), max(slots * few.gate_up_tiles, tokens * few.down_tiles) if sums else 0
+
+
+def moe(
+    x: torch.Tensor,
+    experts: Experts,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    plan: tune.Plan | None = None,
+) -> torch.Tensor:
+    """sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
+
+    x:            [T, K] bf16 or fp16, rows contiguous and any distance apart
+    topk_ids:     int32 [T, top_k], contiguous; -1: not computed here (expert parallelism)
+    topk_weights: fp32 [T, top_k], contiguous
+    out:          [T, K] of x's dtype to be written, rows contiguous and any distance apart; not x
+    workspace:    for few tokens; without it memory is allocated, and cleared, where programs share a product
+    plan:         another than `tune.plan`'s (tuning, tests)
+
+    Returns [T, K] of x's dtype; 0 for a token without experts. Products are summed in fp32; what lies between gate and down
+    is of x's dtype, and so are a token's shares of the answer where there are many tokens. ValueError names an argument
+    that does not fit.
+    """
+    _check(x, experts, topk_ids, topk_weights, out)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0 or topk_ids.numel() == 0:
+        return out.zero_()
+    plan = plan or tune.plan(topk_ids.numel(), capability(x.device))
+    if plan.few:
+        _launch_few(x, experts, topk_ids, topk_weights, out, workspace, plan)
+    else:
+        _launch_many(x, experts, topk_ids, topk_weights, out, plan)
+    compiled.tell(plan)
+    return out
+
+
+def _launch_few(
+    x: torch.Tensor,
+    experts: Experts,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    workspace: Workspace | None,
+    plan: tune.Plan,
+) -> None:
+    tokens, top_k = ids.shape
+    slots, (gate, up, down) = ids.numel(), experts
+    few = _few(slots, top_k, experts, plan, sm_count(x.device))
+    if workspace is None:
+        workspace = Workspace.of(slots, top_k, experts, x.device, plan)
+    workspace.check(*needs(few, slots, top_k, experts))
+    g, u, d, width = operand(gate), operand(up), operand(down), operand_width(x.device)
+    hidden = torch.empty(slots, gate.rows, dtype=x.dtype, device=x.device)
+    kernel.gate_up_few[(few.gate_up_tiles * few.gate_up_splits, slots)](
+        x, g.data, g.table, u.data, u.table, ids, hidden, workspace.partial, workspace.arrived,
+        slots, top_k, gate.rows, gate.columns, g.tiles, u.tiles, g.matrix, u.matrix, x.stride(0),
+        SLOTS=1 << (slots - 1).bit_length(), SPLITS=few.gate_up_splits, **gate_up_constants(plan.gate_up, g, u, width),
+    )  # fmt: skip
+    kernel.down_few[(tokens, few.down_tiles * few.down_splits)](
+        hidden, d.data, d.table, ids, weights, out, workspace.partial, workspace.arrived,
+        tokens, top_k, down.rows, down.columns, d.tiles, d.matrix, out.stride(0),
+        SPLITS=few.down_splits, **down_constants(plan.down, d, width),
+    )  # fmt: skip
+
+
+def _launch_many(
+    x: torch.Tensor, experts: Experts, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, plan: tune.Plan
+) -> None:
+    tokens, top_k = ids.shape
+    slots, (gate, up, down) = ids.numel(), experts
+    count = gate.data.shape[0]
+    hidden = torch.empty(slots, gate.rows, dtype=x.dtype, device=x.device)
+    order, blocks = sort(ids, count, plan.gate_up.tokens)
+    width = operand_width(x.device)
+    for first, part in _parts(experts[:2], x.dtype, plan):
+        g, u = operand(part[0]), operand(part[1])
+        kernel.gate_up_many[(-(-gate.rows // plan.gate_up.block_n), len(blocks))](
+            x, g.data, g.table, u.data, u.table, order, blocks, hidden,
+            first, part[0].data.shape[0], top_k, gate.rows, gate.columns, g.tiles, u.tiles, g.matrix, u.matrix,
+            x.stride(0), **gate_up_constants(plan.gate_up, g, u, width),
+        )  # fmt: skip
+    if plan.down.tokens != plan.gate_up.tokens:
+        order, blocks = sort(ids, count, plan.down.tokens, order)
+    step = min(down.rows, max(plan.down.block_n, tune.PARTS_BYTES // (2 * slots) // plan.down.block_n * plan.down.block_n))
+    shares = torch.empty(slots * step, dtype=x.dtype, device=x.device)
+    for middle in range(0, down.rows, step):
+        rows = min(step, down.rows - middle)
+        for first, part in _parts((down,), x.dtype, plan):
+            d = operand(part[0])
+            kernel.down_many[(-(-rows // plan.down.block_n), len(blocks))](
+                hidden, d.data, d.table, order, blocks, weights, shares,
+                first, part[0].data.shape[0], rows, down.columns, d.tiles, middle, d.matrix,
+                **down_constants(plan.down, d, width),
+            )  # fmt: skip
+        kernel.add_up[(-(-rows // tune.ADD), tokens)](
+            shares, ids, out, top_k, rows, middle, count, out.stride(0), BLOCK=tune.ADD
+        )
+
+
+def sort(
+    ids: torch.Tensor, experts: int, tokens: int, order: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots, expert by expert (int32 [slots]), and blocks of up to `tokens` of one expert (int32 [blocks, 3]: expert or
+    -1, first, end; as many as there can be). order: what an earlier sort of the same ids gave, which stays as it is."""
+    slots = ids.numel()
+    counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
+    ranks = torch.empty(slots, dtype=torch.int32, device=ids.device)
+    kernel.count[(-(-slots // tune.COUNT),)](ids, counts, ranks, slots, experts, CHUNK=tune.COUNT)
+    most = min(slots, -(-slots // tokens) + experts)
+    plan = torch.empty(most, 3, dtype=torch.int32, device=ids.device)
+    sorted = torch.empty(slots, dtype=torch.int32, device=ids.device)
+    programs = max(-(-slots // tune.PLACE), -(-most // tune.PLACE_BLOCKS))
+    kernel.place[(programs,)](
+        ids, counts, ranks, sorted, plan, slots, experts, most,
+        EXPERTS=1 << (experts - 1).bit_length(), CHUNK=tune.PLACE, BLOCKS=tune.PLACE_BLOCKS, TOKENS=tokens,
+    )  # fmt: skip
+    return sorted if order is None else order, plan
+
+
+def _parts(weights: tuple[Weight, ...], dtype: torch.dtype, plan: tune.Plan) -> Any:
+    """The experts as the kernels take them: all at once, or (`plan.dense`) some at a time in 16 bits."""
+    count = weights[0].data.shape[0]
+    if not plan.dense:
+        yield 0, weights
+        return
+    each = sum(2 * w.rows * w.columns for w in weights)
+    step = max(1, min(count, tune.WORKSPACE_BYTES // each))
+    types = {t: k for k, t in PLAIN.items()}
+    space = [torch.empty(step, w.rows, w.columns, dtype=dtype, device=w.data.device) for w in weights]
+    for first in range(0, count, step):
+        some = [w._replace(data=w.data[first : first + step]) for w in weights]
+        dense = [dequantize(w, dtype, out=s[: len(w.data)]) for w, s in zip(some, space, strict=True)]
+        yield first, tuple(w._replace(data=x, type=types[dtype]) for w, x in zip(some, dense, strict=True))
+
+
+def gate_up_constants(config: tune.Config, gate: Operand, up: Operand, width: int) -> dict[str, Any]:
+    types = {"GATE": gate.type, "GATE_BYTES": gate.bytes, "UP": up.type, "UP_BYTES": up.bytes}
+    return types | _constants(config, width)
+
+
+def down_constants(config: tune.Config, down: Operand, width: int) -> dict[str, Any]:
+    return {"TYPE": down.type, "BYTES": down.bytes} | _constants(config, width)
+
+
+def _constants(config: tune.Config, width: int) -> dict[str, Any]:
+    return {
+        "BLOCK_N": config.block_n, "TOKENS": config.tokens, "STAGES": config.stages, "WARPS": config.warps,
+        "WIDTH": width, "num_warps": config.warps,
+    }  # fmt: skip
+
+
+@lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """A CPU under the interpreter counts as 12.0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (12, 0)
+
+
+def _check(
+    x: torch.Tensor, experts: Experts, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None
+) -> None:
+    gate, up, down = experts
+    count = gate.data.shape[0]
+    for name, weight in zip(("gate", "up", "down"), experts, strict=True):
+        check_weight(name, weight, count)
+    if (up.rows, up.columns) != (gate.rows, gate.columns) or (down.rows, down.columns) != (gate.columns, gate.rows):
+        raise ValueError(
+            f"gate is {gate.rows} x {gate.columns}, up {up.rows} x {up.columns}, down {down.rows} x {down.columns}: "
+            f"expected I x K, I x K, K x I"
+        )
+    if x.dim() != 2 or x.shape[1] != gate.columns or x.dtype not in ACTIVATIONS or x.stride(1) != 1:
+        raise ValueError(
+            f"x is {list(x.shape)} of {x.dtype} with strides {x.stride()}, expected [T, {gate.columns}] of "
+            f"{' or '.join(map(str, ACTIVATIONS))}, rows contiguous"
+        )
+    for name, found, dtype in (("topk_ids", ids, torch.int32), ("topk_weights", weights, torch.float32)):
+        if found.dim() != 2 or found.shape[0] != x.shape[0] or found.dtype != dtype or not found.is_contiguous():
+            raise ValueError(
+                f"{name} is {list(found.shape)} of {found.dtype}, expected contiguous {dtype} [{x.shape[0]}, top_k]"
+            )
+    if ids.shape != weights.shape:
+        raise ValueError(f"topk_weights is {list(weights.shape)}, topk_ids {list(ids.shape)}: expected the same")
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.stride(1) != 1):
+        raise ValueError(f"out is {list(out.shape)} of {out.dtype}, expected {list(x.shape)} of {x.dtype}, rows contiguous")
+    devices = {t.device for t in (x, gate.data, up.data, down.data, ids, weights)} | ({out.device} if out is not None else set())
+    if len(devices) > 1:
+        raise ValueError(f"arguments are on {', '.join(sorted(map(str, devices)))}: expected one device")

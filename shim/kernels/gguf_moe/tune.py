@@ -1,0 +1,45 @@
+"""How experts are launched, by the number of tokens. Measured on an H200; on 12.x by what compiles and by the model of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PARTS_BYTES = 512 << 20  # of slots' shares of the answer at a time
+WORKSPACE_BYTES = 512 << 20  # of experts in 16 bits at a time
+COUNT, PLACE, PLACE_BLOCKS, ADD = 1024, 256, 32, 1024  # slots or columns of a program that sorts or adds up
+
+
+@dataclass(frozen=True)
+class Config:
+    block_n: int  # rows of a matrix of a program
+    tokens: int  # of a program
+    stages: int
+    warps: int
+    per_sm: int = 4  # programs that fill an SM, up to which a product is split
+
+
+@dataclass(frozen=True)
+class Plan:
+    gate_up: Config
+    down: Config
+    few: bool  # a program finds its expert's slots itself; else slots are sorted first
+    dense: bool = False  # experts go to 16 bits first, as many at a time as the workspace holds
+
+
+FEW_SLOTS = 256
+FEW = Plan(Config(64, 8, 1, 4, 4), Config(64, 8, 1, 4, 6), few=True)
+MANY_9 = Plan(Config(64, 128, 2, 8), Config(128, 128, 2, 8), few=False)
+MANY_12 = Plan(Config(64, 32, 2, 4), Config(128, 64, 2, 8), few=False)
+
+
+def plan(slots: int, capability: tuple[int, int]) -> Plan:
+    if slots <= FEW_SLOTS:
+        return FEW
+    return MANY_9 if capability[0] == 9 else MANY_12
+
+
+def splits(tiles: int, most: int, config: Config, sms: int) -> int:
+    """Parts of a product that make enough programs."""
+    parts = max(1, min(most, sms * config.per_sm // max(1, tiles)))
+    share = -(-most // parts)
+    return -(-most // share)
