@@ -24,13 +24,13 @@ GIVE = "give a .gguf file, any part of a set, its directory, or directory:QUANT"
 MOST_NAMED = 32  # missing parts
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's gguf-split
 
-# What gguf-py can dequantise and vllm-gguf-plugin has kernels for. Others (ik_llama's, ternary, MXFP4) are refused.
+# What gguf-py can dequantise and shim.kernels.ggml has kernels for. Others (ik_llama's) are refused.
 PLAIN_TYPES = (Type.F32, Type.F16, Type.BF16)
 QUANT_TYPES = (
     *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
     *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
     *(Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S),
-    *(Type.IQ4_NL, Type.IQ4_XS),
+    *(Type.IQ4_NL, Type.IQ4_XS, Type.TQ1_0, Type.TQ2_0, Type.MXFP4, Type.NVFP4),
 )
 _NUMPY_TYPES = {Type.F32: np.float32, Type.F16: np.float16}
 
@@ -297,7 +297,7 @@ def _tensor(view: _View, data_offset: int, info: TensorInfo) -> Tensor:
         name = Type(number).name if number in {t.value for t in Type} else f"number {number}"
         raise GGUFProblem(
             f"tensor {info.name} in {path.name} is of type {name}, which is not supported; "
-            "take a quantisation made of Q*_0, Q*_1, Q*_K and IQ* types"
+            "take a quantisation made of Q*_0, Q*_1, Q*_K, IQ*, TQ*, MXFP4 and NVFP4"
         )
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     elements = math.prod(info.shape)

@@ -28,6 +28,13 @@ class Workspace:
     def of(cls, plan: tune.Plan, tokens: int, rows: int, device: torch.device) -> Workspace:
         return cls(*needs(plan, tokens, rows), device)
 
+    @classmethod
+    def holding(cls, partial: torch.Tensor, arrived: torch.Tensor) -> Workspace:
+        """Of memory that is there: fp32 sums, and counters that are zero."""
+        made = cls.__new__(cls)
+        made.partial, made.arrived = partial, arrived
+        return made
+
     def check(self, sums: int, tiles: int) -> None:
         if sums > self.partial.numel() or tiles > self.arrived.numel():
             raise ValueError(
@@ -42,6 +49,14 @@ def needs(plan: tune.Plan, tokens: int, rows: int) -> tuple[int, int]:
         return 0, 0
     tiles = -(-rows // plan.config.block_n) * -(-tokens // plan.config.tokens)
     return plan.splits * tokens * rows, tiles
+
+
+@lru_cache
+def most_needs(rows: int, columns: int, sms: int) -> tuple[int, int]:
+    """Sums and counters of a workspace that serves any number of tokens."""
+    plans = ((tokens, tune.plan(tokens, rows, columns, sms)) for tokens in range(1, tune.MANY))
+    found = [needs(plan, tokens, rows) for tokens, plan in plans if plan is not None]
+    return max(sums for sums, _ in found), max(tiles for _, tiles in found)
 
 
 def linear(

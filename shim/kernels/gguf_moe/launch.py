@@ -49,6 +49,13 @@ class Workspace:
     def of(cls, slots: int, top_k: int, experts: Experts, device: torch.device, plan: tune.Plan) -> Workspace:
         return cls(*needs(_few(slots, top_k, experts, plan, sm_count(device)), slots, top_k, experts), device)
 
+    @classmethod
+    def holding(cls, partial: torch.Tensor, arrived: torch.Tensor) -> Workspace:
+        """Of memory that is there: fp32 sums, and counters that are zero."""
+        made = cls.__new__(cls)
+        made.partial, made.arrived = partial, arrived
+        return made
+
     def check(self, sums: int, tiles: int) -> None:
         if sums > self.partial.numel() or tiles > self.arrived.numel():
             raise ValueError(
@@ -81,6 +88,17 @@ def needs(few: Few, slots: int, top_k: int, experts: Experts) -> tuple[int, int]
     sums = [2 * few.gate_up_splits * slots * experts.gate.rows] if few.gate_up_splits > 1 else []
     sums += [few.down_splits * tokens * experts.down.rows] if few.down_splits > 1 else []
     return max(sums, default=0), max(slots * few.gate_up_tiles, tokens * few.down_tiles) if sums else 0
+
+
+def most_needs(top_k: int, experts: Experts, device: torch.device) -> tuple[int, int]:
+    """Sums and counters of a workspace that serves any number of tokens."""
+    sums, tiles = 0, 0
+    for slots in range(top_k, tune.FEW_SLOTS + 1, top_k):
+        plan = tune.plan(slots, capability(device))
+        if plan.few:
+            more = needs(_few(slots, top_k, experts, plan, sm_count(device)), slots, top_k, experts)
+            sums, tiles = max(sums, more[0]), max(tiles, more[1])
+    return sums, tiles
 
 
 def moe(
