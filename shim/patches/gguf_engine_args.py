@@ -7,7 +7,8 @@ How:    before vLLM looks at the model, a glm-dsa GGUF becomes a Hugging Face di
         whose extra config names the GGUF. A draft model gets that extra config too. (`model_weights` cannot name the
         GGUF: newer releases look for the draft's config in it.) So no config parser, speculators probe or tokenizer
         needs a patch, and only plain data goes to workers. What the user set (--tokenizer, --hf-config-path,
-        --served-model-name, --load-format, --quantization) stays. Weights stay quantised where vLLM has layers for it.
+        --served-model-name, --load-format, --quantization) stays. On an NVIDIA GPU the quantisation is the shim's, so
+        that weights stay as they are in the file.
 Delete: when vLLM or vllm-gguf-plugin builds glm-dsa's config and tokenizer from the file (vllm-gguf-plugin#111).
 """
 
@@ -24,11 +25,11 @@ NAME = "gguf_engine_args"
 SYMBOL = "EngineArgs.__post_init__"
 LOAD_FORMAT = "glm5_gguf"
 PATH = "gguf"  # the key of the load format's extra config under which the first part's path stands
-METHOD = "gguf"  # vLLM's name of the quantisation, in the tree (up to 0.23) or the plugin's
+METHOD = "glm5_gguf"  # the quantisation's name, of shim.quantization.config
 FIELDS = (
     *("model", "load_format", "served_model_name", "hf_config_path", "tokenizer", "quantization"),
     *("model_loader_extra_config", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
-    "speculative_config",
+    *("speculative_config", "enable_eplb", "all2all_backend"),
 )
 
 
@@ -88,37 +89,42 @@ def serve_gguf(engine_args: Any) -> Any:
 
 
 def keep_quantised(engine_args: Any, model: Any) -> None:
-    """Asks vLLM for its GGUF layers, if it has them here and the file has something for them.
+    """Asks vLLM for the shim's layers, if the file has something for them and there is a GPU for their kernels.
 
-    GGUFProblem if this file cannot be cut for them as the user asks.
+    GGUFProblem if they cannot do what the user asks for besides.
     """
     from shim.gguf.files import GGUFProblem
     from shim.gguf.quantised_layers import quantised_layers
-    from shim.gguf.tensor_parallel import cut_problem
+    from shim.gguf.tensor_parallel import Parallel, parallel_problem
 
-    wanted = engine_args.quantization in (None, METHOD) and engine_args.load_format == LOAD_FORMAT
-    there = gguf_layers() if wanted else None
-    if there is None or not quantised_layers(model).kept:
+    if engine_args.load_format != LOAD_FORMAT or engine_args.quantization not in (None, "gguf", METHOD):
         return
-    if not there:
-        process.log.warning(
-            "glm5-shim: the weights are dequantised to 16 bits; `pip install vllm-gguf-plugin` keeps them as they are."
-        )
+    asked, engine_args.quantization = engine_args.quantization, None
+    if not on_nvidia():
+        if asked == METHOD:
+            raise GGUFProblem(f"--quantization {METHOD} needs an NVIDIA GPU; leave it out: weights are dequantised then")
         return
-    ranks, groups = engine_args.tensor_parallel_size, engine_args.data_parallel_size
-    problem = cut_problem(model, ranks, groups, engine_args.enable_expert_parallel)
+    if not quantised_layers(model).parameters:
+        return
+    parallel = Parallel(
+        engine_args.tensor_parallel_size,
+        engine_args.data_parallel_size,
+        engine_args.enable_expert_parallel,
+        engine_args.enable_eplb,
+        engine_args.all2all_backend,
+    )
+    problem = parallel_problem(model, parallel)
     if problem:
         raise GGUFProblem(problem)
+    import shim.quantization.config  # noqa: F401 - tells vLLM of the method
+
     engine_args.quantization = METHOD
 
 
-def gguf_layers() -> bool | None:
-    """Has this vLLM, with its plugins loaded, layers for quantised GGUF weights? None where there is no NVIDIA GPU for
-    their kernels."""
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+def on_nvidia() -> bool:
     from vllm.platforms import current_platform
 
-    return METHOD in QUANTIZATION_METHODS if current_platform.is_cuda() else None
+    return bool(current_platform.is_cuda())
 
 
 PATCH = Patch(

@@ -30,37 +30,80 @@ def rows_of_threads(BLOCK: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _operand(w, WARPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Weights [pairs of 8 rows, 2, WARPS, 8, 4, 32] as the MMA's first operand: [rows, 128 columns in `_columns`' order]."""
+    PAIRS: tl.constexpr = w.shape[0]
+    w = tl.reshape(w, [PAIRS, 2, WARPS, 8, 4, 16 // WIDTH, 2, WIDTH])
+    return tl.reshape(tl.permute(w, 0, 2, 1, 3, 5, 6, 4, 7), [PAIRS * 16 * WARPS, 128])
+
+
+@triton.jit
+def _columns(WIDTH: tl.constexpr):
+    """The order of 128 columns in an operand. A thread decodes 32 neighbours, of an operand it has WIDTH of every
+    4 * WIDTH; so columns are renumbered, for weights and x alike, and a weight enters the MMA in the thread that decoded
+    it. WIDTH is what Triton takes for the operand (kWidth): another is as right, but then weights move between threads."""
+    i = tl.arange(0, 128)
+    return i // WIDTH % 4 * 32 + i // (8 * WIDTH) * (2 * WIDTH) + i // (4 * WIDTH) % 2 * WIDTH + i % WIDTH
+
+
+@triton.jit
+def _groups(packed, table, row, columns, tiles, step, dtype: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr):
+    """[rows, 4, 32] of dtype: 128 columns."""
+    return tl.reshape(block(packed, table, row, columns, tiles, step, dtype, TYPE, BYTES, 4), [row.shape[0], 4, 32])
+
+
+@triton.jit
+def _add(acc, w, x, lines, valid, columns, step, WIDTH: tl.constexpr):
+    k = _columns(WIDTH)
+    inside = valid[None, :] & (k < columns - step * 128)[:, None]
+    return tl.dot(w, tl.load(x + step * 128 + (lines[None, :] + k[:, None]), mask=inside, other=0.0), acc)
+
+
+@triton.jit
 def add_product(
-    acc, packed, table, row, lines, valid, columns, tiles, tile_k, TYPE: tl.constexpr, BYTES: tl.constexpr,
+    acc, packed, table, row, x, lines, valid, columns, tiles, tile_k, TYPE: tl.constexpr, BYTES: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """acc [rows, tokens] + (weights of column tile tile_k) . x^T, weights as the MMA's first operand.
 
-    lines: pointers to x's rows, [tokens], those that are not valid are not read. row: in the order of
-    `rows_of_threads`. A thread has 32 neighbouring columns, of an operand it has WIDTH of every 4 * WIDTH instead. So
-    columns are renumbered, for weights and x alike, and a weight enters the MMA in the thread that decoded it. WIDTH is
-    what Triton takes for the operand (kWidth): another is as right, but then weights move between threads. Of two
-    products in a chain Triton puts all warps along the rows; of a single one with many tokens it would not.
+    row: in the order of `rows_of_threads`; lines: where x's rows begin, int32 [tokens], those that are not valid are not
+    read. Of two products in a chain Triton puts all warps along the rows; of a single one with many tokens it would not.
     """
-    dtype: tl.constexpr = lines.dtype.element_ty
     BLOCK: tl.constexpr = row.shape[0]
     for half in tl.static_range(2):
         step = tile_k * 2 + half
-        i = tl.arange(0, 128)
-        if TYPE == "":
-            w = tile.plain(packed, row, columns, step, 4).to(dtype)
-            w = tl.permute(tl.reshape(w, [BLOCK // (16 * WARPS), 2, WARPS, 8, 128]), 0, 2, 1, 3, 4)
-            k = step * 128 + i
-        else:
-            w = tile.weights(packed, table, row, tiles, step, TYPE, BYTES, 4).to(dtype)
-            w = tl.reshape(w, [BLOCK // (16 * WARPS), 2, WARPS, 8, 4, 16 // WIDTH, 2, WIDTH])
-            w = tl.permute(w, 0, 2, 1, 3, 5, 6, 4, 7)
-            within = i // (8 * WIDTH) * (2 * WIDTH) + i // (4 * WIDTH) % 2 * WIDTH + i % WIDTH
-            k = step * 128 + i // WIDTH % 4 * 32 + within
-        w = tl.reshape(w, [BLOCK, 128])
-        x = tl.load(lines[None, :] + k[:, None], mask=valid[None, :] & (k < columns)[:, None], other=0.0)
-        acc = tl.dot(w, x, acc)
+        w = _groups(packed, table, row, columns, tiles, step, x.dtype.element_ty, TYPE, BYTES)
+        w = _operand(tl.reshape(w, [BLOCK // (16 * WARPS), 2, WARPS, 8, 4, 32]), WARPS, WIDTH)
+        acc = _add(acc, w, x, lines, valid, columns, step, WIDTH)
     return acc
+
+
+@triton.jit
+def add_products(
+    acc, gate, gate_table, up, up_table, row, x, lines, valid, columns, gate_tiles, up_tiles, tile_k,
+    GATE: tl.constexpr, GATE_BYTES: tl.constexpr, UP: tl.constexpr, UP_BYTES: tl.constexpr,
+    WARPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """As `add_product`, of the same rows of two matrices: acc [2 * rows, tokens] has 8 rows of gate, then those of up, and
+    so on. row: 0, 1, ... on; `split_products` takes the two apart again. One product, so that x is read once."""
+    BLOCK: tl.constexpr = row.shape[0]
+    for half in tl.static_range(2):
+        step = tile_k * 2 + half
+        g = _groups(gate, gate_table, row, columns, gate_tiles, step, x.dtype.element_ty, GATE, GATE_BYTES)
+        u = _groups(up, up_table, row, columns, up_tiles, step, x.dtype.element_ty, UP, UP_BYTES)
+        both = tl.reshape(tl.join(g, u), [BLOCK // (8 * WARPS), WARPS, 8, 4, 32, 2])
+        w = _operand(tl.permute(both, 0, 5, 1, 2, 3, 4), WARPS, WIDTH)
+        acc = _add(acc, w, x, lines, valid, columns, step, WIDTH)
+    return acc
+
+
+@triton.jit
+def split_products(acc):
+    """acc of `add_products` as gate's and up's products, [rows, tokens] each."""
+    ROWS: tl.constexpr = acc.shape[0] // 2
+    TOKENS: tl.constexpr = acc.shape[1]
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [ROWS // 8, 2, 8, TOKENS]), 0, 2, 3, 1))
+    return tl.reshape(gate, [ROWS, TOKENS]), tl.reshape(up, [ROWS, TOKENS])
 
 
 @triton.jit

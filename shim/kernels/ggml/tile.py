@@ -3,20 +3,16 @@
 
 A step is 128 or 64 columns of some rows. Everything of a group of 32 columns (its codes, scales and minima) is loaded as
 [rows, groups], by the same thread, in Triton's first choice of layout (lanes: 8 rows by 4 groups): nothing that belongs
-together ever meets in shared memory. A code becomes a float without a conversion: its bits are moved to bit 14 of a float
-between 512 and 1,024, whose value is 512 + code, and one FMA with the scale makes the weight:
+together ever meets in shared memory. A code becomes a float without a conversion and nearly without shifts: where it
+stands, at bit p, an exponent is put over it that makes its lowest bit 1, and the float is 2**(23 - p) + code. Integer
+instructions have half the rate of fp32 ones on capability 9.0, so one of the first and two of the second make a weight.
 
-    w = scale * (512 + code) + (offset - 512 * scale)
-
-fp32 rounds the second sum to 2**-15 of a scale, far below what the conversion to 16 bits rounds. Formulas of the types:
-gguf-py's quants.py. Bytes and planes: layout.py.
+`nil` is a 0 that the compiler does not know: with mask and exponent both immediate, ptxas makes two instructions of
+`(word & mask) | exponent`, which is one. Formulas of the types: gguf-py's quants.py. Bytes and planes: layout.py.
 """
 
 import triton
 import triton.language as tl
-
-ONE: tl.constexpr = tl.constexpr(0x44000000)  # 512.0
-BIAS: tl.constexpr = tl.constexpr(512.0)
 
 
 @triton.jit
@@ -83,8 +79,23 @@ def _own_both(own, spot):
 
 
 @triton.jit
-def _fields(word, BITS: tl.constexpr, COUNT: tl.constexpr, TO: tl.constexpr, FIRST: tl.constexpr, BY: tl.constexpr):
-    """[...] -> [..., COUNT]: fields FIRST, FIRST + BY, ... of BITS bits, each moved to bit TO."""
+def _fields(word, nil, BITS: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, BY: tl.constexpr):
+    """uint32 [...] -> fp32 [..., COUNT]: fields FIRST, FIRST + BY, ... of BITS bits."""
+    if COUNT == 1:
+        P: tl.constexpr = FIRST * BITS if FIRST * BITS + BITS <= 23 else FIRST * BITS - (24 - BITS)
+        if P != FIRST * BITS:
+            word = word >> (24 - BITS)
+        bits = (word & (((1 << BITS) - 1) << P)) | (nil + ((150 - P) << 23))
+        return bits.to(tl.float32, bitcast=True) - 2.0 ** (23 - P)
+    else:
+        even = _fields(word, nil, BITS, COUNT // 2, FIRST, BY * 2)
+        odd = _fields(word, nil, BITS, COUNT // 2, FIRST + BY, BY * 2)
+        return tl.reshape(tl.join(even, odd), word.shape + [COUNT])
+
+
+@triton.jit
+def _bits(word, BITS: tl.constexpr, COUNT: tl.constexpr, TO: tl.constexpr, FIRST: tl.constexpr, BY: tl.constexpr):
+    """As `_fields`, but uint32, each field moved to bit TO."""
     if COUNT == 1:
         MASK: tl.constexpr = ((1 << BITS) - 1) << TO
         if FIRST * BITS < TO:
@@ -92,15 +103,15 @@ def _fields(word, BITS: tl.constexpr, COUNT: tl.constexpr, TO: tl.constexpr, FIR
         else:
             return (word >> (FIRST * BITS - TO)) & MASK
     else:
-        even = _fields(word, BITS, COUNT // 2, TO, FIRST, BY * 2)
-        odd = _fields(word, BITS, COUNT // 2, TO, FIRST + BY, BY * 2)
+        even = _bits(word, BITS, COUNT // 2, TO, FIRST, BY * 2)
+        odd = _bits(word, BITS, COUNT // 2, TO, FIRST + BY, BY * 2)
         return tl.reshape(tl.join(even, odd), word.shape + [COUNT])
 
 
 @triton.jit
-def _codes(word, BITS: tl.constexpr, TO: tl.constexpr = 14):
-    """All fields of a uint32: [...] -> [..., 32 / BITS]."""
-    return _fields(word, BITS, 32 // BITS, TO, 0, 1)
+def _codes(word, nil, BITS: tl.constexpr):
+    """All fields of a uint32: [...] -> fp32 [..., 32 / BITS]."""
+    return _fields(word, nil, BITS, 32 // BITS, 0, 1)
 
 
 @triton.jit
@@ -116,24 +127,27 @@ def _chain4(a, b, c, d):
 
 
 @triton.jit
-def _fours(half, spot):
+def _fours(half, spot, nil):
     """The 32 codes of 4 bits that four words hold."""
     return _chain4(
-        _codes(_word(half, spot, 0), 4), _codes(_word(half, spot, 1), 4),
-        _codes(_word(half, spot, 2), 4), _codes(_word(half, spot, 3), 4),
+        _codes(_word(half, spot, 0), nil, 4), _codes(_word(half, spot, 1), nil, 4),
+        _codes(_word(half, spot, 2), nil, 4), _codes(_word(half, spot, 3), nil, 4),
     )  # fmt: skip
 
 
 @triton.jit
-def _twos(half, spot, INDEX: tl.constexpr, TO: tl.constexpr):
+def _twos(half, spot, nil, INDEX: tl.constexpr):
     """The 32 codes of 2 bits that two words hold."""
-    return _chain(_codes(_word(half, spot, INDEX), 2, TO), _codes(_word(half, spot, INDEX + 1), 2, TO))
+    return _chain(_codes(_word(half, spot, INDEX), nil, 2), _codes(_word(half, spot, INDEX + 1), nil, 2))
 
 
 @triton.jit
-def _number(codes):
-    """512 + code."""
-    return (codes | ONE).to(tl.float32, bitcast=True)
+def _eights(half, spot, nil, INDEX: tl.constexpr):
+    """16 codes of 8 bits."""
+    return _chain4(
+        _codes(_word(half, spot, INDEX), nil, 8), _codes(_word(half, spot, INDEX + 1), nil, 8),
+        _codes(_word(half, spot, INDEX + 2), nil, 8), _codes(_word(half, spot, INDEX + 3), nil, 8),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -168,8 +182,8 @@ def _ue4m3(code):
 def _e2m1(half, spot):
     """Doubled e2m1 values: exponent and mantissa in a float's place, the bias made good by a product."""
     magnitude = _chain4(
-        _codes(_word(half, spot, 0), 4, 22), _codes(_word(half, spot, 1), 4, 22),
-        _codes(_word(half, spot, 2), 4, 22), _codes(_word(half, spot, 3), 4, 22),
+        _bits(_word(half, spot, 0), 4, 8, 22, 0, 1), _bits(_word(half, spot, 1), 4, 8, 22, 0, 1),
+        _bits(_word(half, spot, 2), 4, 8, 22, 0, 1), _bits(_word(half, spot, 3), 4, 8, 22, 0, 1),
     )  # fmt: skip
     value = (magnitude & 0x01C00000).to(tl.float32, bitcast=True) * 2.0**127
     return (value.to(tl.uint32, bitcast=True) | ((magnitude & 0x02000000) << 6)).to(tl.float32, bitcast=True)
@@ -192,11 +206,11 @@ def _gather8(table, word, FIRST: tl.constexpr, BY: tl.constexpr, COUNT: tl.const
 
 
 @triton.jit
-def _grid8(table, index):
-    """8 values of 8 bits: [x, y] -> codes [x, y, 8]."""
+def _grid8(table, index, nil):
+    """8 values of 8 bits: [x, y] -> [x, y, 8]."""
     entry = tl.load(table + index)
     low, high = (entry & 0xFFFFFFFF).to(tl.uint32), ((entry >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return _chain(_codes(low, 8), _codes(high, 8))
+    return _chain(_codes(low, nil, 8), _codes(high, nil, 8))
 
 
 @triton.jit
@@ -218,44 +232,44 @@ def _top_bits(word):
 @triton.jit
 def _signed(value, signs):
     """value [x, y, 32], each negated where its bit of signs [x, y] is set."""
-    flip = _codes(signs, 1, 31)
+    flip = _bits(signs, 1, 32, 31, 0, 1)
     return (value.to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _grids_of_4(table, word, BITS: tl.constexpr, high):
+def _grids_of_4(table, word, BITS: tl.constexpr, high, nil):
     """16 values, by 4 indices of 8 bits with a ninth from the low bits of `high`."""
-    a = _codes4(tl.load(table + ((word & 255) | ((high & 1) << 8))), BITS)
-    b = _codes4(tl.load(table + (((word >> 8) & 255) | ((high & 2) << 7))), BITS)
-    c = _codes4(tl.load(table + (((word >> 16) & 255) | ((high & 4) << 6))), BITS)
-    d = _codes4(tl.load(table + (((word >> 24) & 255) | ((high & 8) << 5))), BITS)
+    a = _codes4(tl.load(table + ((word & 255) | ((high & 1) << 8))), nil, BITS)
+    b = _codes4(tl.load(table + (((word >> 8) & 255) | ((high & 2) << 7))), nil, BITS)
+    c = _codes4(tl.load(table + (((word >> 16) & 255) | ((high & 4) << 6))), nil, BITS)
+    d = _codes4(tl.load(table + (((word >> 24) & 255) | ((high & 8) << 5))), nil, BITS)
     return _chain4(a, b, c, d)
 
 
 @triton.jit
-def _codes4(entry, BITS: tl.constexpr):
-    return _fields(entry.to(tl.uint32), BITS, 4, 14, 0, 1)
+def _codes4(entry, nil, BITS: tl.constexpr):
+    return _fields(entry.to(tl.uint32), nil, BITS, 4, 0, 1)
 
 
 @triton.jit
-def _ternary(table, word, high, STEP: tl.constexpr):
+def _ternary(table, word, high, nil, STEP: tl.constexpr):
     """32 codes of IQ1, by 4 indices of 8 bits with three more from `high`, every STEP bits."""
-    a = _codes8(tl.load(table + ((word & 255) | ((high & 7) << 8))))
-    b = _codes8(tl.load(table + (((word >> 8) & 255) | (((high >> STEP) & 7) << 8))))
-    c = _codes8(tl.load(table + (((word >> 16) & 255) | (((high >> 2 * STEP) & 7) << 8))))
-    d = _codes8(tl.load(table + (((word >> 24) & 255) | (((high >> 3 * STEP) & 7) << 8))))
+    a = _codes8(tl.load(table + ((word & 255) | ((high & 7) << 8))), nil)
+    b = _codes8(tl.load(table + (((word >> 8) & 255) | (((high >> STEP) & 7) << 8))), nil)
+    c = _codes8(tl.load(table + (((word >> 16) & 255) | (((high >> 2 * STEP) & 7) << 8))), nil)
+    d = _codes8(tl.load(table + (((word >> 24) & 255) | (((high >> 3 * STEP) & 7) << 8))), nil)
     return _chain4(a, b, c, d)
 
 
 @triton.jit
-def _codes8(entry):
-    return _fields(entry.to(tl.uint32), 2, 8, 14, 0, 1)
+def _codes8(entry, nil):
+    return _fields(entry.to(tl.uint32), nil, 2, 8, 0, 1)
 
 
 @triton.jit
 def _delta(high, BIT: tl.constexpr):
-    """IQ1: what is added to a ternary value, and the bias taken off."""
-    return tl.where((high >> BIT) & 1 != 0, -0.125, 0.125) - (BIAS + 1.0)
+    """IQ1: what is added to a ternary code of 0 to 2."""
+    return tl.where((high >> BIT) & 1 != 0, -1.125, -0.875)
 
 
 @triton.jit
@@ -270,8 +284,9 @@ def weights(packed, table, row, tiles, step, TYPE: tl.constexpr, BYTES: tl.const
     start = packed + (row // 16).to(tl.int64) * (tiles * (16 * BYTES))
     tile = start[:, None] + (step * GROUPS // 8).to(tl.int64) * (16 * BYTES)
     second = step * GROUPS // 4 % 2
+    nil = (tiles >> 30).to(tl.uint32)
     if TYPE == "Q4_0" or TYPE == "IQ4_NL" or TYPE == "Q4_1" or TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q8_0":
-        return _legacy(tile + second * (8 * BYTES), table, spot, TYPE)
+        return _legacy(tile + second * (8 * BYTES), table, spot, nil, TYPE)
     elif TYPE == "MXFP4" or TYPE == "NVFP4":
         half = tile + second * (8 * BYTES)
         if TYPE == "MXFP4":
@@ -282,49 +297,41 @@ def weights(packed, table, row, tiles, step, TYPE: tl.constexpr, BYTES: tl.const
             return _scaled_parts(_e2m1(half, spot), scale, tl.zeros_like(scale))
     elif TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q2_K":
         half = tile + second * (8 * (BYTES - 4))
-        return _with_minima(half, tile + 16 * (BYTES - 4), spot, TYPE)
+        return _with_minima(half, tile + 16 * (BYTES - 4), spot, nil, TYPE)
     else:
         half = tile + second * (8 * (BYTES - 2))
         d = _own(tile + 16 * (BYTES - 2), spot)
         if TYPE == "IQ1_S" or TYPE == "IQ1_M":
-            return _iq1(half, table, d, spot, TYPE)
+            return _iq1(half, table, d, spot, nil, TYPE)
         elif TYPE == "IQ2_XXS" or TYPE == "IQ2_XS" or TYPE == "IQ2_S":
-            return _iq2(half, table, d, spot, TYPE)
+            return _iq2(half, table, d, spot, nil, TYPE)
         elif TYPE == "IQ3_XXS" or TYPE == "IQ3_S":
-            return _iq3(half, table, d, spot, TYPE)
+            return _iq3(half, table, d, spot, nil, TYPE)
         else:
-            return _without_minima(half, table, d, spot, TYPE)
+            return _without_minima(half, table, d, spot, nil, TYPE)
 
 
 @triton.jit
-def _legacy(half, table, spot, TYPE: tl.constexpr):
+def _legacy(half, table, spot, nil, TYPE: tl.constexpr):
     if TYPE == "Q8_0":
-        first = _chain4(
-            _codes(_word(half, spot, 0), 8), _codes(_word(half, spot, 1), 8),
-            _codes(_word(half, spot, 2), 8), _codes(_word(half, spot, 3), 8),
-        )  # fmt: skip
-        last = _chain4(
-            _codes(_word(half, spot, 4), 8), _codes(_word(half, spot, 5), 8),
-            _codes(_word(half, spot, 6), 8), _codes(_word(half, spot, 7), 8),
-        )  # fmt: skip
         d = _half(half, spot, 8, 0)
-        return _scaled(_number(_chain(first, last)), d, d * -(BIAS + 128))
+        return _scaled(_chain(_eights(half, spot, nil, 0), _eights(half, spot, nil, 4)), d, d * -128.0)
     elif TYPE == "IQ4_NL":
         return _scaled_values(half, table, spot, _half(half, spot, 4, 0))
     elif TYPE == "Q4_0":
         d = _half(half, spot, 4, 0)
-        return _scaled(_number(_fours(half, spot)), d, d * -(BIAS + 8))
+        return _scaled(_fours(half, spot, nil), d, d * -8.0)
     elif TYPE == "Q4_1":
         d = _half(half, spot, 4, 0)
         m = _half(half, spot, 4, 1)
-        return _scaled(_number(_fours(half, spot)), d, m - d * BIAS)
+        return _scaled(_fours(half, spot, nil), d, m)
     else:
-        codes = _fours(half, spot) | _codes(_word(half, spot, 4), 1, 18)
+        codes = _fours(half, spot, nil) + 16.0 * _codes(_word(half, spot, 4), nil, 1)
         d = _half(half, spot, 5, 0)
         if TYPE == "Q5_0":
-            return _scaled(_number(codes), d, d * -(BIAS + 16))
+            return _scaled(codes, d, d * -16.0)
         else:
-            return _scaled(_number(codes), d, _half(half, spot, 5, 1) - d * BIAS)
+            return _scaled(codes, d, _half(half, spot, 5, 1))
 
 
 @triton.jit
@@ -337,45 +344,45 @@ def _scaled_values(half, table, spot, scale):
 
 
 @triton.jit
-def _with_minima(half, own, spot, TYPE: tl.constexpr):
+def _with_minima(half, own, spot, nil, TYPE: tl.constexpr):
     d, least = _own_both(own, spot)
     if TYPE == "Q2_K":
         both = _short(half, spot, 2, 0)
         scale = tl.join((both & 15).to(tl.float32), (both >> 8 & 15).to(tl.float32)) * d[:, :, None]
         offset = tl.join((both >> 4 & 15).to(tl.float32), (both >> 12).to(tl.float32)) * least[:, :, None]
-        return _scaled_parts(_number(_twos(half, spot, 0, 14)), scale, scale * -BIAS - offset)
+        return _scaled_parts(_twos(half, spot, nil, 0), scale, -offset)
     else:
-        codes = _fours(half, spot)
+        codes = _fours(half, spot, nil)
         if TYPE == "Q5_K":
-            codes = codes | _codes(_word(half, spot, 4), 1, 18)
+            codes = codes + 16.0 * _codes(_word(half, spot, 4), nil, 1)
         WORDS: tl.constexpr = 5 if TYPE == "Q5_K" else 4
         one = _byte(half, spot, WORDS * 256)
         four = _nibble(half, spot, WORDS * 256 + 64)
         scale = d * (one & 63).to(tl.float32)
         offset = least * (one >> 6 | four << 2).to(tl.float32)
-        return _scaled(_number(codes), scale, scale * -BIAS - offset)
+        return _scaled(codes, scale, -offset)
 
 
 @triton.jit
-def _without_minima(half, table, d, spot, TYPE: tl.constexpr):
+def _without_minima(half, table, d, spot, nil, TYPE: tl.constexpr):
     if TYPE == "Q6_K":
-        codes = _fours(half, spot) | _twos(half, spot, 4, 18)
+        codes = _fours(half, spot, nil) + 16.0 * _twos(half, spot, nil, 4)
         both = _short(half, spot, 6, 0)
         scale = tl.join(_int8(both & 255), _int8(both >> 8)) * d[:, :, None]
-        return _scaled_parts(_number(codes), scale, scale * -(BIAS + 32))
+        return _scaled_parts(codes, scale, scale * -32.0)
     elif TYPE == "Q3_K":
-        codes = _twos(half, spot, 0, 14) | _codes(_word(half, spot, 2), 1, 16)
+        codes = _twos(half, spot, nil, 0) + 4.0 * _codes(_word(half, spot, 2), nil, 1)
         one = _byte(half, spot, 3 * 256)
         four = _nibble(half, spot, 3 * 256 + 64)
         scale = tl.join((one & 63).to(tl.float32), (one >> 6 | four << 2).to(tl.float32)) - 32.0
         scale = scale * d[:, :, None]
-        return _scaled_parts(_number(codes), scale, scale * -(BIAS + 4))
+        return _scaled_parts(codes, scale, scale * -4.0)
     elif TYPE == "IQ4_XS":
         code = _nibble(half, spot, 4 * 256) | _crumb(half, spot, 4 * 256 + 32) << 4
         return _scaled_values(half, table, spot, d * (code.to(tl.float32) - 32.0))
     else:
         tl.static_assert(TYPE == "TQ1_0" or TYPE == "TQ2_0")
-        return _scaled(_number(_twos(half, spot, 0, 14)), d, d * -(BIAS + 1))
+        return _scaled(_twos(half, spot, nil, 0), d, d * -1.0)
 
 
 @triton.jit
@@ -384,23 +391,23 @@ def _int8(byte):
 
 
 @triton.jit
-def _iq1(half, table, d, spot, TYPE: tl.constexpr):
+def _iq1(half, table, d, spot, nil, TYPE: tl.constexpr):
     word = _word(half, spot, 0)
     high = _short(half, spot, 1, 0)
     if TYPE == "IQ1_S":
         scale = d * (2 * (high >> 12 & 7) + 1).to(tl.float32)
-        return _scaled(_number(_ternary(table, word, high, 3)), scale, scale * _delta(high, 15))
+        return _scaled(_ternary(table, word, high, nil, 3), scale, scale * _delta(high, 15))
     else:
         both = _nibble(half, spot, 256 + 128) | _crumb(half, spot, 256 + 128 + 32) << 4
         first = d * (2 * (both & 7) + 1).to(tl.float32)
         second = d * (2 * (both >> 3) + 1).to(tl.float32)
         scale = _chain(tl.join(first, first), tl.join(second, second))
         delta = _chain(tl.join(_delta(high, 3), _delta(high, 7)), tl.join(_delta(high, 11), _delta(high, 15)))
-        return _scaled_parts(_number(_ternary(table, word, high, 4)), scale, scale * delta)
+        return _scaled_parts(_ternary(table, word, high, nil, 4), scale, scale * delta)
 
 
 @triton.jit
-def _iq2(half, table, d, spot, TYPE: tl.constexpr):
+def _iq2(half, table, d, spot, nil, TYPE: tl.constexpr):
     word = _word(half, spot, 0)
     signs = _word(half, spot, 1)
     if TYPE == "IQ2_XXS":
@@ -418,15 +425,15 @@ def _iq2(half, table, d, spot, TYPE: tl.constexpr):
         both = _byte(half, spot, 2 * 256 + 64)
         first, second = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
     codes = _chain4(
-        _grid8(table, (word & 255) | (high & 3) << 8), _grid8(table, (word >> 8 & 255) | (high & 12) << 6),
-        _grid8(table, (word >> 16 & 255) | (high & 48) << 4), _grid8(table, (word >> 24) | (high & 192) << 2),
+        _grid8(table, (word & 255) | (high & 3) << 8, nil), _grid8(table, (word >> 8 & 255) | (high & 12) << 6, nil),
+        _grid8(table, (word >> 16 & 255) | (high & 48) << 4, nil), _grid8(table, (word >> 24) | (high & 192) << 2, nil),
     )  # fmt: skip
     scale = (tl.join(first, second) + 0.5) * (0.25 * d)[:, :, None]
-    return _signed(_scaled_parts(_number(codes), scale, scale * -BIAS), signs)
+    return _signed(_scaled_parts(codes, scale, tl.zeros_like(scale)), signs)
 
 
 @triton.jit
-def _iq3(half, table, d, spot, TYPE: tl.constexpr):
+def _iq3(half, table, d, spot, nil, TYPE: tl.constexpr):
     first = _word(half, spot, 0)
     second = _word(half, spot, 1)
     signs = _word(half, spot, 2)
@@ -439,8 +446,8 @@ def _iq3(half, table, d, spot, TYPE: tl.constexpr):
         BITS: tl.constexpr = 4
         high = _byte(half, spot, 3 * 256)
         scale = d * (2 * _nibble(half, spot, 3 * 256 + 64) + 1).to(tl.float32)
-    codes = _chain(_grids_of_4(table, first, BITS, high), _grids_of_4(table, second, BITS, high >> 4))
-    return _signed(_scaled(_number(codes), scale, scale * -BIAS), signs)
+    codes = _chain(_grids_of_4(table, first, BITS, high, nil), _grids_of_4(table, second, BITS, high >> 4, nil))
+    return _signed(codes * scale[:, :, None], signs)
 
 
 @triton.jit

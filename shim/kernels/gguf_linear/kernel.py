@@ -25,12 +25,13 @@ def product(
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(tile_n * BLOCK_N + rows_of_threads(BLOCK_N, WARPS), rows - 1)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    lines = x + t.to(tl.int64) * x_t
+    x += tl.program_id(1).to(tl.int64) * TOKENS * x_t
+    lines = tl.arange(0, TOKENS) * x_t
     wide = tl.cdiv(columns, 256)
     share = tl.cdiv(wide, SPLITS)
     acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
     for k in tl.range(split * share, tl.minimum(split * share + share, wide), num_stages=STAGES):
-        acc = add_product(acc, packed, table, row, lines, t < tokens, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH)
+        acc = add_product(acc, packed, table, row, x, lines, t < tokens, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH)
     inside = (n < rows)[:, None] & (t < tokens)[None, :]
     place = t.to(tl.int64)[None, :] * out_t + n[:, None]
     if SPLITS == 1:

@@ -108,7 +108,7 @@ def constants(config: tune.Config, type: str, bytes: int, splits: int, width: in
     """What the kernel is compiled for."""
     return {
         "TYPE": type, "BYTES": bytes, "BLOCK_N": config.block_n, "TOKENS": config.tokens, "SPLITS": splits,
-        "STAGES": config.stages, "WARPS": config.warps, "WIDTH": width, "num_warps": config.warps,
+        "STAGES": config.stages, "WARPS": config.warps, "WIDTH": width, "num_warps": config.warps, "maxnreg": config.registers,
     }  # fmt: skip
 
 

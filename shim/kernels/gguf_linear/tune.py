@@ -14,6 +14,7 @@ class Config:
     stages: int
     warps: int
     per_sm: int = 4  # programs that fill an SM, up to which W's columns are split
+    registers: int | None = None  # a thread's, at most
 
 
 FEW = Config(block_n=64, tokens=8, stages=1, warps=4, per_sm=6)

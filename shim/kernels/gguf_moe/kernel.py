@@ -7,11 +7,11 @@ A slot is one choice of a token: slot t * top_k + j is choice j of token t. Its 
 import triton
 import triton.language as tl
 
-from shim.kernels.ggml.kernel import add_product, is_last, rows_of_threads
+from shim.kernels.ggml.kernel import add_product, add_products, is_last, rows_of_threads, split_products
 
 _ANY = [
     "slots", "rows", "gate_tiles", "up_tiles", "tiles", "top_k", "tokens", "experts", "first", "count", "blocks",
-    "middle", "gate_e", "up_e", "down_e",
+    "middle",
 ]  # fmt: skip
 
 
@@ -22,19 +22,18 @@ def _silu_product(gate, up):
 
 @triton.jit
 def _gate_up(
-    gate, gate_table, up, up_table, row, lines, valid, columns, gate_tiles, up_tiles, begin, end,
+    gate, gate_table, up, up_table, row, x, lines, valid, columns, gate_tiles, up_tiles, begin, end,
     GATE: tl.constexpr, GATE_BYTES: tl.constexpr, UP: tl.constexpr, UP_BYTES: tl.constexpr, STAGES: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """gate(x) and up(x), fp32 [rows, tokens], of the tiles from begin to end."""
-    g = tl.zeros([row.shape[0], lines.shape[0]], tl.float32)
-    u = tl.zeros([row.shape[0], lines.shape[0]], tl.float32)
+    """gate(x) and up(x), fp32 [rows, tokens], of the column tiles from begin to end."""
+    acc = tl.zeros([2 * row.shape[0], lines.shape[0]], tl.float32)
     for k in tl.range(begin, end, num_stages=STAGES):
-        g = add_product(
-            g, gate, gate_table, row, lines, valid, columns, gate_tiles, k, GATE, GATE_BYTES, WARPS, WIDTH
-        )
-        u = add_product(u, up, up_table, row, lines, valid, columns, up_tiles, k, UP, UP_BYTES, WARPS, WIDTH)
-    return g, u
+        acc = add_products(
+            acc, gate, gate_table, up, up_table, row, x, lines, valid, columns, gate_tiles, up_tiles, k,
+            GATE, GATE_BYTES, UP, UP_BYTES, WARPS, WIDTH,
+        )  # fmt: skip
+    return split_products(acc)
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -61,7 +60,7 @@ def gate_up_few(
         rank = tl.cumsum(same.to(tl.int32), 0) - 1
         members = tl.sum(same.to(tl.int32), 0)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        row = tl.minimum(tile_n * BLOCK_N + rows_of_threads(BLOCK_N, WARPS), rows - 1)
+        row = tl.minimum(n, rows - 1)
         gate += expert.to(tl.int64) * gate_e
         up += expert.to(tl.int64) * up_e
         wide = tl.cdiv(columns, 256)
@@ -70,9 +69,9 @@ def gate_up_few(
             at = begin + tl.arange(0, TOKENS)
             valid = at < members
             of = tl.sum(tl.where(same[None, :] & (rank[None, :] == at[:, None]), i[None, :], 0), 1)
-            lines = x + (of // top_k).to(tl.int64) * x_t
+            lines = of // top_k * x_t
             g, u = _gate_up(
-                gate, gate_table, up, up_table, row, lines, valid, columns, gate_tiles, up_tiles,
+                gate, gate_table, up, up_table, row, x, lines, valid, columns, gate_tiles, up_tiles,
                 split * share, tl.minimum(split * share + share, wide),
                 GATE, GATE_BYTES, UP, UP_BYTES, STAGES, WARPS, WIDTH,
             )  # fmt: skip
@@ -119,19 +118,19 @@ def down_few(
         slot = token * top_k + j
         expert = tl.load(ids + slot)
         if expert >= 0:
-            lines = hidden + slot.to(tl.int64) * columns + tl.arange(0, TOKENS) * 0
+            line = slot * columns + tl.zeros([TOKENS], tl.int32)
             matrix = down + expert.to(tl.int64) * down_e
             acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
             for k in tl.range(0, wide, num_stages=STAGES):
                 acc = add_product(
-                    acc, matrix, table, row, lines, valid, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH
+                    acc, matrix, table, row, hidden, line, valid, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH
                 )
             total += acc * tl.load(weights + slot)
     inside = (n < rows)[:, None] & valid[None, :]
     place = tl.zeros([1, TOKENS], tl.int32) + n[:, None]
-    line = out + token.to(tl.int64) * out_t
+    answer = out + token.to(tl.int64) * out_t
     if SPLITS == 1:
-        tl.store(line + place, total.to(out.dtype.element_ty), mask=inside)
+        tl.store(answer + place, total.to(out.dtype.element_ty), mask=inside)
     else:
         size = tokens.to(tl.int64) * rows
         kept = partial + token.to(tl.int64) * rows + place
@@ -140,7 +139,7 @@ def down_few(
             total = tl.zeros([BLOCK_N, TOKENS], tl.float32)
             for other in range(SPLITS):
                 total += tl.load(kept + other * size, mask=inside, other=0.0)
-            tl.store(line + place, total.to(out.dtype.element_ty), mask=inside)
+            tl.store(answer + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -197,12 +196,12 @@ def gate_up_many(
         at = begin + tl.arange(0, TOKENS)
         valid = at < tl.load(plan + block * 3 + 2)
         slot = tl.load(order + at, mask=valid, other=0)
-        lines = x + (slot // top_k).to(tl.int64) * x_t
+        lines = slot // top_k * x_t
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        row = tl.minimum(tl.program_id(0) * BLOCK_N + rows_of_threads(BLOCK_N, WARPS), rows - 1)
+        row = tl.minimum(n, rows - 1)
         g, u = _gate_up(
             gate + expert.to(tl.int64) * gate_e, gate_table, up + expert.to(tl.int64) * up_e, up_table,
-            row, lines, valid, columns, gate_tiles, up_tiles, 0, tl.cdiv(columns, 256),
+            row, x, lines, valid, columns, gate_tiles, up_tiles, 0, tl.cdiv(columns, 256),
             GATE, GATE_BYTES, UP, UP_BYTES, STAGES, WARPS, WIDTH,
         )  # fmt: skip
         place = at.to(tl.int64)[None, :] * rows + n[:, None]
@@ -224,15 +223,15 @@ def down_many(
     if (expert >= 0) & (expert < count):
         at = tl.load(plan + block * 3 + 1) + tl.arange(0, TOKENS)
         valid = at < tl.load(plan + block * 3 + 2)
-        slot = tl.load(order + at, mask=valid, other=0)
-        weight = tl.load(weights + slot, mask=valid, other=0.0)
-        lines = hidden + at.to(tl.int64) * columns
+        lines = at * columns
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         row = middle + tl.minimum(tl.program_id(0) * BLOCK_N + rows_of_threads(BLOCK_N, WARPS), rows - 1)
         matrix = down + expert.to(tl.int64) * down_e
         acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
         for k in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
-            acc = add_product(acc, matrix, table, row, lines, valid, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH)
+            acc = add_product(acc, matrix, table, row, hidden, lines, valid, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH)
+        slot = tl.load(order + at, mask=valid, other=0)
+        weight = tl.load(weights + slot, mask=valid, other=0.0)
         place = slot.to(tl.int64)[None, :] * rows + n[:, None]
         inside = (n < rows)[:, None] & valid[None, :]
         tl.store(parts + place, (acc * weight[None, :]).to(parts.dtype.element_ty), mask=inside)
@@ -249,3 +248,63 @@ def add_up(parts, ids, out, top_k, rows, middle, experts, out_t, BLOCK: tl.const
         known = (expert >= 0) & (expert < experts)
         total += tl.load(parts + (token * top_k + j) * rows + n, mask=known & (n < rows), other=0.0).to(tl.float32)
     tl.store(out + token * out_t + middle + n, total.to(out.dtype.element_ty), mask=n < rows)
+
+
+@triton.jit(do_not_specialize=_ANY)
+def gate_up_dense(
+    x, gate, up, order, plan, hidden, first, count, top_k, rows, columns, gate_e, up_e, x_t,
+    BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `gate_up_many`, of weights in 16 bits: gate and up [count, rows, columns]. Tokens are the MMA's rows."""
+    block = tl.program_id(1)
+    expert = tl.load(plan + block * 3) - first
+    if (expert >= 0) & (expert < count):
+        at = tl.load(plan + block * 3 + 1) + tl.arange(0, TOKENS)
+        valid = at < tl.load(plan + block * 3 + 2)
+        slot = tl.load(order + at, mask=valid, other=0)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        lines = x + (slot // top_k).to(tl.int64)[:, None] * x_t + k[None, :]
+        place = tl.minimum(n, rows - 1)[None, :] * columns + k[:, None]
+        gate += expert.to(tl.int64) * gate_e
+        up += expert.to(tl.int64) * up_e
+        g = tl.zeros([TOKENS, BLOCK_N], tl.float32)
+        u = tl.zeros([TOKENS, BLOCK_N], tl.float32)
+        for step in tl.range(0, tl.cdiv(columns, BLOCK_K), num_stages=STAGES):
+            begin = step * BLOCK_K
+            inside = k < columns - begin
+            rows_x = tl.load(lines + begin, mask=valid[:, None] & inside[None, :], other=0.0)
+            g = tl.dot(rows_x, tl.load(gate + begin + place, mask=inside[:, None], other=0.0), g)
+            u = tl.dot(rows_x, tl.load(up + begin + place, mask=inside[:, None], other=0.0), u)
+        answer = hidden + at.to(tl.int64)[:, None] * rows + n[None, :]
+        value = _silu_product(g, u).to(hidden.dtype.element_ty)
+        tl.store(answer, value, mask=valid[:, None] & (n < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=_ANY)
+def down_dense(
+    hidden, down, order, plan, weights, parts, first, count, rows, columns, middle, down_e,
+    BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `down_many`, of weights in 16 bits: down [count, ..., columns]. Tokens are the MMA's rows."""
+    block = tl.program_id(1)
+    expert = tl.load(plan + block * 3) - first
+    if (expert >= 0) & (expert < count):
+        at = tl.load(plan + block * 3 + 1) + tl.arange(0, TOKENS)
+        valid = at < tl.load(plan + block * 3 + 2)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        lines = hidden + at.to(tl.int64)[:, None] * columns + k[None, :]
+        place = (middle + tl.minimum(n, rows - 1))[None, :] * columns + k[:, None]
+        down += expert.to(tl.int64) * down_e
+        acc = tl.zeros([TOKENS, BLOCK_N], tl.float32)
+        for step in tl.range(0, tl.cdiv(columns, BLOCK_K), num_stages=STAGES):
+            begin = step * BLOCK_K
+            inside = k < columns - begin
+            rows_x = tl.load(lines + begin, mask=valid[:, None] & inside[None, :], other=0.0)
+            acc = tl.dot(rows_x, tl.load(down + begin + place, mask=inside[:, None], other=0.0), acc)
+        slot = tl.load(order + at, mask=valid, other=0)
+        weight = tl.load(weights + slot, mask=valid, other=0.0)
+        answer = parts + slot.to(tl.int64)[:, None] * rows + n[None, :]
+        value = (acc * weight[:, None]).to(parts.dtype.element_ty)
+        tl.store(answer, value, mask=valid[:, None] & (n < rows)[None, :])

@@ -15,7 +15,7 @@ from shim.kernels.host import Compiled, sm_count
 
 compiled = Compiled(
     "gguf_moe", kernel.gate_up_few, kernel.down_few, kernel.count, kernel.place, kernel.gate_up_many,
-    kernel.down_many, kernel.add_up,
+    kernel.down_many, kernel.gate_up_dense, kernel.down_dense, kernel.add_up,
 )  # fmt: skip
 
 
@@ -174,30 +174,76 @@ def _launch_many(
     count = gate.data.shape[0]
     hidden = torch.empty(slots, gate.rows, dtype=x.dtype, device=x.device)
     order, blocks = sort(ids, count, plan.gate_up.tokens)
-    width = operand_width(x.device)
-    for first, part in _parts(experts[:2], x.dtype, plan):
-        g, u = operand(part[0]), operand(part[1])
-        kernel.gate_up_many[(-(-gate.rows // plan.gate_up.block_n), len(blocks))](
-            x, g.data, g.table, u.data, u.table, order, blocks, hidden,
-            first, part[0].data.shape[0], top_k, gate.rows, gate.columns, g.tiles, u.tiles, g.matrix, u.matrix,
-            x.stride(0), **gate_up_constants(plan.gate_up, g, u, width),
-        )  # fmt: skip
+    for first, some in _parts((gate, up), x.dtype, plan):
+        _gate_up(x, some[0], some[1], order, blocks, hidden, first, top_k, plan)
     if plan.down.tokens != plan.gate_up.tokens:
         order, blocks = sort(ids, count, plan.down.tokens, order)
     step = min(down.rows, max(plan.down.block_n, tune.PARTS_BYTES // (2 * slots) // plan.down.block_n * plan.down.block_n))
     shares = torch.empty(slots * step, dtype=x.dtype, device=x.device)
     for middle in range(0, down.rows, step):
         rows = min(step, down.rows - middle)
-        for first, part in _parts((down,), x.dtype, plan):
-            d = operand(part[0])
-            kernel.down_many[(-(-rows // plan.down.block_n), len(blocks))](
-                hidden, d.data, d.table, order, blocks, weights, shares,
-                first, part[0].data.shape[0], rows, down.columns, d.tiles, middle, d.matrix,
-                **down_constants(plan.down, d, width),
-            )  # fmt: skip
+        for first, some in _parts((down,), x.dtype, plan):
+            _down(hidden, some[0], order, blocks, weights, shares, first, rows, middle, plan)
         kernel.add_up[(-(-rows // tune.ADD), tokens)](
             shares, ids, out, top_k, rows, middle, count, out.stride(0), BLOCK=tune.ADD
         )
+
+
+def _gate_up(
+    x: torch.Tensor,
+    gate: Weight,
+    up: Weight,
+    order: torch.Tensor,
+    blocks: torch.Tensor,
+    hidden: torch.Tensor,
+    first: int,
+    top_k: int,
+    plan: tune.Plan,
+) -> None:
+    """Of the experts from `first` on that gate and up hold."""
+    config, count = plan.gate_up, gate.data.shape[0]
+    grid = (-(-gate.rows // config.block_n), len(blocks))
+    if plan.dense:
+        kernel.gate_up_dense[grid](
+            x, gate.data, up.data, order, blocks, hidden, first, count, top_k, gate.rows, gate.columns,
+            gate.data.stride(0), up.data.stride(0), x.stride(0), **dense_constants(config),
+        )  # fmt: skip
+    else:
+        g, u = operand(gate), operand(up)
+        kernel.gate_up_many[grid](
+            x, g.data, g.table, u.data, u.table, order, blocks, hidden,
+            first, count, top_k, gate.rows, gate.columns, g.tiles, u.tiles, g.matrix, u.matrix, x.stride(0),
+            **gate_up_constants(config, g, u, operand_width(x.device)),
+        )  # fmt: skip
+
+
+def _down(
+    hidden: torch.Tensor,
+    down: Weight,
+    order: torch.Tensor,
+    blocks: torch.Tensor,
+    weights: torch.Tensor,
+    shares: torch.Tensor,
+    first: int,
+    rows: int,
+    middle: int,
+    plan: tune.Plan,
+) -> None:
+    """Of the experts from `first` on that down holds, and of so many rows from `middle` on."""
+    config, count = plan.down, down.data.shape[0]
+    grid = (-(-rows // config.block_n), len(blocks))
+    if plan.dense:
+        kernel.down_dense[grid](
+            hidden, down.data, order, blocks, weights, shares, first, count, rows, down.columns, middle,
+            down.data.stride(0), **dense_constants(config),
+        )  # fmt: skip
+    else:
+        d = operand(down)
+        kernel.down_many[grid](
+            hidden, d.data, d.table, order, blocks, weights, shares,
+            first, count, rows, down.columns, d.tiles, middle, d.matrix,
+            **down_constants(config, d, operand_width(hidden.device)),
+        )  # fmt: skip
 
 
 def sort(
@@ -223,7 +269,7 @@ def sort(
 def _parts(weights: tuple[Weight, ...], dtype: torch.dtype, plan: tune.Plan) -> Any:
     """The experts as the kernels take them: all at once, or (`plan.dense`) some at a time in 16 bits."""
     count = weights[0].data.shape[0]
-    if not plan.dense:
+    if not plan.dense or all(w.type in PLAIN and w.data.dtype == dtype for w in weights):
         yield 0, weights
         return
     each = sum(2 * w.rows * w.columns for w in weights)
@@ -245,10 +291,17 @@ def down_constants(config: tune.Config, down: Operand, width: int) -> dict[str, 
     return {"TYPE": down.type, "BYTES": down.bytes} | _constants(config, width)
 
 
+def dense_constants(config: tune.Config) -> dict[str, Any]:
+    return {
+        "BLOCK_N": config.block_n, "TOKENS": config.tokens, "BLOCK_K": tune.BLOCK_K, "STAGES": config.stages,
+        "num_warps": config.warps,
+    }  # fmt: skip
+
+
 def _constants(config: tune.Config, width: int) -> dict[str, Any]:
     return {
         "BLOCK_N": config.block_n, "TOKENS": config.tokens, "STAGES": config.stages, "WARPS": config.warps,
-        "WIDTH": width, "num_warps": config.warps,
+        "WIDTH": width, "num_warps": config.warps, "maxnreg": config.registers,
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 PARTS_BYTES = 512 << 20  # of slots' shares of the answer at a time
 WORKSPACE_BYTES = 512 << 20  # of experts in 16 bits at a time
+BLOCK_K = 64  # columns of a step, of weights in 16 bits
 COUNT, PLACE, PLACE_BLOCKS, ADD = 1024, 256, 32, 1024  # slots or columns of a program that sorts or adds up
 
 
@@ -16,6 +17,7 @@ class Config:
     stages: int
     warps: int
     per_sm: int = 4  # programs that fill an SM, up to which a product is split
+    registers: int | None = None  # a thread's, at most
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Plan:
 
 FEW_SLOTS = 256
 FEW = Plan(Config(64, 8, 1, 4, 4), Config(64, 8, 1, 4, 6), few=True)
-MANY_9 = Plan(Config(64, 128, 2, 8), Config(128, 128, 2, 8), few=False)
-MANY_12 = Plan(Config(64, 32, 2, 4), Config(128, 64, 2, 8), few=False)
+MANY_9 = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
+MANY_12 = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
 
 
 def plan(slots: int, capability: tuple[int, int]) -> Plan:
