@@ -1,6 +1,6 @@
-"""What vLLM asks of an attention backend, for sparse MLA; one class for every vLLM from 0.16.0 to 0.33.0.
+"""The backend classes of sparse MLA, each for every vLLM from 0.16.0 to 0.33.0.
 
-Predicates that a release does not know are simply never called, so there is nothing to switch on.
+A release does not call a method that it does not know, so these classes can have the methods of all releases.
 """
 # mypy: allow-subclassing-any
 
@@ -16,16 +16,16 @@ from shim.attention.impl import ReferenceMLASparseImpl
 from shim.attention.metadata import SparseMLAMetadataBuilder
 from shim.kernels.sparse_mla.reference import FP8_ROW_BYTES, ROW
 
-BLOCK_SIZE = 64  # what the indexer's fp8 cache is laid out in
+BLOCK_SIZE = 64  # tokens; the layout of the indexer's fp8 cache depends on it
 
 
 def known(*dtypes: str) -> list[Any]:
-    """Those of `dtypes` that this vLLM has heard of ("float16" from 0.18)."""
+    """Those of `dtypes` that this vLLM knows ("float16" from 0.18 on)."""
     return [name for name in dtypes if name in get_args(CacheDType)]
 
 
 class SparseMLABackend(AttentionBackend):
-    """What all of our backends share. A subclass adds its name, impl, dtypes and devices."""
+    """What all our backends share. A subclass adds its name, implementation, dtypes and devices."""
 
     accept_output_buffer: bool = True  # read by 0.16-0.19
     supported_kv_cache_dtypes: ClassVar[list[Any]] = known("auto", "float16", "bfloat16", "fp8_ds_mla")
@@ -39,7 +39,7 @@ class SparseMLABackend(AttentionBackend):
         return [BLOCK_SIZE]
 
     @staticmethod
-    def get_kv_cache_shape(  # asked by 0.16-0.28; later the KV spec alone decides
+    def get_kv_cache_shape(  # called by 0.16-0.28; later the KV cache spec decides
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         return (num_blocks, block_size, FP8_ROW_BYTES if cache_dtype_str == "fp8_ds_mla" else head_size)
@@ -70,7 +70,7 @@ class SparseMLABackend(AttentionBackend):
 
 
 class ReferenceMLASparseBackend(SparseMLABackend):
-    """Plain torch, any device. Slow and exact; GLM-5 on the CPU wheel runs on it."""
+    """Plain torch on any device, slow and exact. GLM-5 runs on it with the CPU wheel."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
 

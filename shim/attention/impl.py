@@ -1,7 +1,7 @@
 """Sparse MLA as the MLA layer calls it, for every vLLM from 0.16.0 to 0.33.0.
 
-The layer absorbs W_UK into the query before, and applies W_UV after: an impl sees only queries and cache rows of 576
-values, and answers 512.
+The layer multiplies the query by W_UK before the call, and the answer by W_UV after it. So queries and cache rows have
+576 values (kv_lora_rank 512 and 64 of rope), and answers have 512.
 """
 # mypy: allow-subclassing-any
 
@@ -16,15 +16,15 @@ from shim.attention.metadata import SparseMLAMetadata
 from shim.kernels.sparse_mla import reference
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [T, N, 576], or latent [T, N, 512] and rope [T, N, 64]
-# 0.16-0.25 recognise a sparse impl by this base class; 0.26 removed it and looks at `is_sparse`
+# 0.16-0.25 know a sparse implementation by this base class. 0.26 removed it and looks at `is_sparse`
 _Base: Any = getattr(vllm_backend, "SparseMLAAttentionImpl", None) or vllm_backend.MLAAttentionImpl
 
 
 class SparseMLAImpl(_Base):
-    """All but the arithmetic. A subclass gives `attend`."""
+    """Everything but the arithmetic, which a subclass gives as `attend`."""
 
     is_sparse: ClassVar[bool] = True  # 0.26 and later
-    supports_dense_mha_prefill: bool = False  # 0.26 and later: prefill takes the top-k path too
+    supports_dense_mha_prefill: bool = False  # 0.26 and later; prefill takes the top-k path too
     masked_mha_available: bool = False  # 0.27 and later
     supports_quant_query_input: bool = False
     can_return_lse_for_decode: bool = True
@@ -44,8 +44,8 @@ class SparseMLAImpl(_Base):
         attn_type: str,
         kv_sharing_target_layer_name: str | None,
         indexer: Any = None,
-        topk_indices_buffer: torch.Tensor | None = None,  # 0.24 and later; before, only the indexer has it
-        **mla: Any,  # MLA's ranks and sizes, `kv_b_proj`; from 0.30 on `index_group_builder`
+        topk_indices_buffer: torch.Tensor | None = None,  # 0.24 and later; up to 0.23 only the indexer has it
+        **mla: Any,  # MLA's ranks and sizes, `kv_b_proj`, and from 0.30 on `index_group_builder`
     ) -> None:
         if alibi_slopes or sliding_window or logits_soft_cap or attn_type != "decoder":
             raise NotImplementedError("sparse MLA has no ALiBi, sliding window, logits soft cap or encoder attention")
@@ -59,8 +59,11 @@ class SparseMLAImpl(_Base):
 
     @property
     def topk_indices_buffer(self) -> torch.Tensor:
-        """int32 [max_num_batched_tokens, K], request-local positions. Looked up per call: from 0.30 on a draft model's
-        indexer is pointed at its target's buffer after construction; a layer that shares indices has no indexer."""
+        """int32 [max_num_batched_tokens, K], positions in each token's request. ValueError if there is no buffer.
+
+        It is looked up at each call, because from 0.30 on vLLM gives a draft model's indexer the buffer of its target
+        after construction. A layer that shares indices has no indexer.
+        """
         buffer = self._topk_indices_buffer if self.indexer is None else self.indexer.topk_indices_buffer
         if not isinstance(buffer, torch.Tensor):
             raise ValueError("a sparse MLA layer has neither an indexer nor a top-k buffer")
@@ -68,7 +71,7 @@ class SparseMLAImpl(_Base):
 
     @topk_indices_buffer.setter
     def topk_indices_buffer(self, buffer: torch.Tensor) -> None:
-        """A draft model's layers are pointed at its target's buffer."""
+        """vLLM gives the layers of a draft model the buffer of its target."""
         self._topk_indices_buffer = buffer
         if self.indexer is not None:
             self.indexer.topk_indices_buffer = buffer
@@ -80,16 +83,17 @@ class SparseMLAImpl(_Base):
         attn_metadata: SparseMLAMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries [T, N, 576], or as (latent, rope), to out [T, N, 512] and natural-log LSE [T, N]."""
+        """Returns out [T, N, 512] and natural-log LSE [T, N] for queries q [T, N, 576], or q as (latent, rope)."""
         tokens = (q if isinstance(q, torch.Tensor) else q[0]).shape[0]
         return self.attend(q, kv_c_and_k_pe_cache, self.topk_indices_buffer[:tokens], attn_metadata)
 
     def attend(
         self, q: Query, cache: torch.Tensor, topk: torch.Tensor, metadata: SparseMLAMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The arithmetic of `forward_mqa`. topk: int32 [T, K], positions in each token's request, -1 padded."""
         raise NotImplementedError
 
-    # called by 0.30 and later, whose backends translate indices once for a group of layers; ours do it in `attend`
+    # 0.30 and later call these two, so that a backend translates indices once for a group of layers; `attend` does it
 
     def record_logical_topk_ready(self) -> None:
         pass
@@ -118,7 +122,7 @@ class ReferenceMLASparseImpl(SparseMLAImpl):
         k_scale: torch.Tensor,
         skip_scale: bool = False,  # 0.33
     ) -> None:
-        """Writes this batch's rows. 0.17 and later; before, the layer writes them by a CUDA op."""
+        """Writes this batch's rows. 0.17 and later; in 0.16 the layer writes them by a CUDA op."""
         if kv_cache.numel() == 0:
             return
         slots = slot_mapping.flatten()
@@ -127,8 +131,11 @@ class ReferenceMLASparseImpl(SparseMLAImpl):
 
 
 def write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Puts rows [T, C] at their slots (block * block_size + offset; -1: nowhere) of a cache [blocks, block_size, C]."""
-    real = slots >= 0
-    slots = slots[real]
+    """Writes rows [T, C] to their slots in a cache [blocks, block_size, C].
+
+    slots: int64 [T], block * block_size + offset; -1 for a row that is not written
+    """
+    written = slots >= 0
+    slots = slots[written]
     block_size = cache.shape[1]
-    cache[slots // block_size, slots % block_size] = rows[real].to(cache.dtype)
+    cache[slots // block_size, slots % block_size] = rows[written].to(cache.dtype)

@@ -1,4 +1,4 @@
-"""TRITON_MLA_SPARSE: sparse MLA in Triton, for any NVIDIA GPU of capability 8.0 and up; laid out for SM120."""
+"""TRITON_MLA_SPARSE: sparse MLA in Triton, for NVIDIA GPUs of capability 8.0 and later. SM120 is its target."""
 # mypy: allow-subclassing-any
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shim.kernels.sparse_mla.launch import Workspace, sparse_mla, warm_up
 
 
 class TritonMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
-    """Every tensor that the kernel reads keeps its address from step to step, so decode batches run as full graphs."""
+    """Decode batches run as full graphs, because each tensor that the kernel reads keeps its address between steps."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -38,7 +38,7 @@ class TritonMLASparseMetadataBuilder(SparseMLAMetadataBuilder):
 
 
 class TritonMLASparseImpl(SparseMLAImpl):
-    """Block table, top-k positions, dequantisation and split-K are all in the kernel: nothing is converted before."""
+    """The kernel reads block table, top-k positions and fp8 rows as they are, so nothing is converted before it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +73,7 @@ class TritonMLASparseImpl(SparseMLAImpl):
 def _workspace(
     max_tokens: int, heads: int, cache_dtype: torch.dtype, device: torch.device, columns: int, positions: int
 ) -> Workspace:
-    """One for all layers of a model: they run one after the other on one stream."""
+    """One workspace serves all layers of a model, because they run one after the other on one stream."""
     return Workspace(max_tokens, heads, cache_dtype, device, columns, positions=positions)
 
 
@@ -81,7 +81,7 @@ class TritonMLASparseBackend(SparseMLABackend):
     """What vLLM loads for `TRITON_MLA_SPARSE`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    # the plain fp8 names become fp8_ds_mla before a layer is built (patch kv_cache_dtype)
+    # the patch kv_cache_dtype turns "fp8" and "fp8_e4m3" into "fp8_ds_mla" before a layer is built
     supported_kv_cache_dtypes: ClassVar[list[Any]] = known(
         "auto", "float16", "bfloat16", "fp8_ds_mla", "fp8", "fp8_e4m3"
     )

@@ -42,14 +42,14 @@ COMPILED = ("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C")
 
 
 class ExplainProblem(Exception):
-    """vLLM could not be asked; the message is one line."""
+    """vLLM gave no answer. The message is one line."""
 
 
 def explain(capability: str = "", kv_cache_dtype: str = "auto", dtype: str = "bfloat16") -> dict[str, Any]:
     """`{"vllm", "capability", "gpu", "kv_cache_dtype", "dtype", "selected": {"without_shim", "with_shim"}, "backends":
     [{"name", "without_shim": {"accepted", "reasons"}, "with_shim": ...}]}`; gpu: has this machine one?
 
-    ExplainProblem if vLLM cannot be asked, ValueError for a bad argument.
+    ExplainProblem if vLLM gives no answer, ValueError for a bad argument.
     """
     question = {
         "capability": env.capability("capability", capability) if capability else None,

@@ -24,7 +24,7 @@ TOPK = 2048
 
 
 class SelftestProblem(Exception):
-    """The child did not come to an end; the message is one line."""
+    """The child gave no answer. The message is one line."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from shim import env, process, upstream
 
 RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-# programs that start the command among their arguments
+# programs that start another program, which is one of their arguments
 STARTERS = ("env", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "timeout")
 
 

@@ -1,4 +1,4 @@
-"""The DSA indexer as vLLM calls it: whose kernels run (`choice`, `probe`); adapters to ours (`triton`, `cpu`).
+"""The DSA indexer. `choice` and `probe` find out whose kernels run. `triton` and `cpu` lead vLLM's calls to ours.
 
-Importing `triton` or `cpu` imports torch, and `cpu` imports vLLM.
+`triton` and `cpu` import torch, and `cpu` imports vLLM.
 """

@@ -1,6 +1,6 @@
 """The DSA indexer on the CPU: a cache of unquantised keys, exact scores, exact top-k.
 
-On a GPU the indexer keeps fp8 keys. Here it keeps the model's dtype: fp8 would cost accuracy and save nothing.
+On a GPU the indexer keeps fp8 keys. Here keys keep the model's dtype, because fp8 would cost accuracy and save nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOKENS_AT_A_TIME = 256  # bounds the logits held at once to 256 x context
 
 
 class ReferenceIndexerBackend(SparseMLABackend):
-    """Never computes attention: vLLM asks it for block size, cache shape and metadata of the indexer's key cache."""
+    """Describes the indexer's key cache to vLLM: block size, shape and metadata. It never computes attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -34,14 +34,14 @@ class ReferenceIndexerBackend(SparseMLABackend):
 
 
 def choose(op: Any, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Writes the batch's keys, scores every cached key for each token, leaves the top-k in `op.topk_indices_buffer`.
+    """Writes the batch's keys, scores every cached key for each token, and leaves the top-k in the op's buffer.
 
     op:      vLLM's SparseAttnIndexer
     q:       [T, H, 128]
     k:       [T, 128]
-    weights: [T, H], with the softmax scale and H**-0.5 in them
+    weights: [T, H], already multiplied by the softmax scale and H**-0.5
 
-    Returns the buffer, int32 [max_num_batched_tokens, K]: request-local positions, -1 padded.
+    Returns `op.topk_indices_buffer`, int32 [max_num_batched_tokens, K]: positions in each token's request, -1 padded.
     """
     buffer: torch.Tensor = op.topk_indices_buffer
     all_metadata: Any = get_forward_context().attn_metadata

@@ -1,6 +1,7 @@
-"""vLLM's call surface for the DSA indexer, served by our kernels.
+"""vLLM's calls of the DSA indexer's kernels, answered by ours.
 
-Each function takes what the release passes to its own; None means "not ours to serve", and vLLM's own is called.
+Each function takes what the release passes to its own. None or False means that our kernels cannot serve the call, and
+that vLLM's own must run.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from shim.kernels.indexer import launch as indexer
 from shim.kernels.indexer.reference import BLOCK, DIM, FP8_TOKEN_BYTES
 from shim.kernels.topk import launch as topk
 
-MAX_K = 2048
+MAX_K = 2048  # of our top-k
 _warm = False
 _workspace: topk.Workspace | None = None
 
 
 def mqa_logits(given: Mapping[str, Any]) -> torch.Tensor | None:
-    """`fp8_mqa_logits`, `fp8_mqa_logits_torch` and `fp8_fp4_mqa_logits` of every release, by name of argument.
+    """`fp8_mqa_logits`, `fp8_mqa_logits_torch` and `fp8_fp4_mqa_logits` of every release.
 
-    From 0.33 on (`max_seqlen_k`) row i of the answer begins with key `cu_seqlen_ks[i]`.
+    given: the arguments by name. All releases begin with q, (k, k_scale), weights, cu_seqlen_ks, cu_seqlen_ke
+
+    Returns fp32 logits [M, N]. With `max_seqlen_k` (0.33) row i begins with key `cu_seqlen_ks[i]`. None for fp4 or MX
+    inputs and for `clean_logits`.
     """
     q, (k, k_scale), weights, ks, ke = list(given.values())[:5]
     q = _plain(q)
@@ -36,7 +40,11 @@ def mqa_logits(given: Mapping[str, Any]) -> torch.Tensor | None:
 def paged_mqa_logits(given: Mapping[str, Any]) -> torch.Tensor | None:
     """`fp8_paged_mqa_logits`, `fp8_paged_mqa_logits_torch` and `fp8_fp4_paged_mqa_logits` of every release.
 
-    The schedule that DeepGEMM wants is not read. `indices` (0.28) is for SM100 only.
+    given: the arguments by name. All releases begin with q, cache, weights, context_lens, block_table.
+           DeepGEMM's schedule is not read; `indices` (0.28) is for SM100 only
+
+    Returns fp32 logits [B * next_n, max_model_len]. None for fp4 or MX inputs, another cache, `indices` and
+    `clean_logits`.
     """
     q, cache, weights, context_lens, block_table = list(given.values())[:5]
     q = _plain(q)
@@ -49,7 +57,7 @@ def paged_mqa_logits(given: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _plain(q: Any) -> torch.Tensor | None:
-    """The fp8 query whose scale is in the weights; None for fp4 or MX scales."""
+    """The fp8 query, whose scale is in the weights; None for fp4 or MX scales."""
     if isinstance(q, tuple):
         q, q_scale = q
         if q_scale is not None:
@@ -58,7 +66,7 @@ def _plain(q: Any) -> torch.Tensor | None:
 
 
 def _first(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Its first `rows` rows. Most often these are all, and a slice costs the host a quarter of a launch."""
+    """Its first `rows` rows. Mostly these are all. Then no slice is made, because it costs a quarter of a launch."""
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
@@ -72,7 +80,7 @@ def top_k_per_row_prefill(
     stride1: int,
     k: int,
 ) -> bool:
-    """`indices` are relative to `row_starts`, -1 where a row has fewer than k. False: not served."""
+    """Writes positions relative to `row_starts` into `indices`, -1 where a row has fewer than k. False: not served."""
     return _choose(_first(logits, num_rows), row_ends - row_starts, _first(indices, num_rows), k, starts=row_starts)
 
 
@@ -103,14 +111,17 @@ def persistent_topk(
     k: int,
     max_seq_len: int,
 ) -> bool:
-    """Also `cooperative_topk`. Their workspace and bound are not needed."""
+    """Also `cooperative_topk`. Our kernel does not need their workspace and `max_seq_len`."""
     return _choose(logits, lengths, indices, k)
 
 
 def _choose(
     logits: torch.Tensor, lengths: torch.Tensor, indices: torch.Tensor, k: int, starts: torch.Tensor | None = None
 ) -> bool:
-    """`lengths` holds one number a row, or one a request whose last row sees all of it ([B] or [B, 1])."""
+    """Writes the top-k of each row into `indices`. False if our kernel cannot: not fp32, or k above MAX_K.
+
+    lengths: one a row; or one a request ([B] or [B, 1]), whose last row sees all its keys, and each row before one less
+    """
     if logits.dtype != torch.float32 or k > MAX_K:
         return False
     rows = logits.shape[0]
@@ -122,10 +133,10 @@ def _choose(
 
 
 def warm_up(builder: Any, logits: bool, top: bool) -> None:
-    """Compiles what serving can launch, once per process, so that nothing compiles inside graph capture.
+    """Compiles what serving can launch, once per process, so that nothing compiles during graph capture.
 
     builder:     vLLM's metadata builder of the indexer, just constructed
-    logits, top: are these kernels ours?
+    logits, top: True if these kernels are ours
     """
     global _warm, _workspace
     if _warm:
@@ -141,7 +152,8 @@ def warm_up(builder: Any, logits: bool, top: bool) -> None:
         indexer.warm_up(config.index_n_heads, requests, next_n, model.max_model_len, device)
     if top:
         rows = max(requests * next_n, scheduler.max_num_batched_tokens)
-        columns = max(model.max_model_len, builder.max_prefill_buffer_size)  # prefill: keys of several requests
+        columns = max(model.max_model_len, builder.max_prefill_buffer_size)  # prefill has keys of several requests
         topk.warm_up(config.index_topk, rows, columns, device)
-        if not getattr(vllm_config.parallel_config, "enable_dbo", False):  # two streams at once: one each, per call
+        # with dual-batch overlap two streams run at once, so each call makes its own workspace
+        if not getattr(vllm_config.parallel_config, "enable_dbo", False):
             _workspace = topk.Workspace(rows, columns, device)

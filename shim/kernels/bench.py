@@ -1,12 +1,12 @@
-"""Measures every kernel on this GPU, beside the native one of the installed vLLM, and writes one JSON file and a plot.
+"""Measures every kernel on this GPU, and the native ones of the installed vLLM. Writes one JSON file and a plot.
 
     python -m shim.kernels.bench [--quick] [--only KERNEL ...] [--out glm5-shim-bench.json]
     python -m shim.kernels.bench --plot glm5-shim-bench.json      # draws again, measures nothing
 
-Times are what the folders' own benches measure: medians of CUDA-event pairs around replays of captured graphs, L2
-written over before each (top-k: inputs in turn); both kernels in one run on the same inputs, every answer of ours is
-checked. A native kernel that is missing or fails is told in its record, and so is a case of ours that fails. The file
-is written after every case.
+The benches of the op folders measure the times: medians of CUDA-event pairs around replays of captured graphs. L2 is
+overwritten before each replay (top-k: inputs in turn). Our kernel and the native ones run on the same inputs, and every
+answer of ours is checked. A record has the reason if a native kernel is missing or fails, or if ours fails. The file is
+written after every case.
 
 {"schema", "created", "machine": {..}, "ceilings": {..}, "model_card": {..}, "records": [..], "problems": [..]}
 `ceilings` are measured: a copy, a plain gather of cache rows, dense matrix products of torch. A record is `Record`.
@@ -30,6 +30,7 @@ from typing import Any
 import shim
 from shim.kernels import roofline
 from shim.kernels.stopwatch import refusal
+from shim.process import say
 
 SCHEMA = 1
 PLOT_HINT = "no plot: pip install 'glm5-shim[bench]' (matplotlib), then python -m shim.kernels.bench --plot {}"
@@ -37,7 +38,7 @@ PLOT_HINT = "no plot: pip install 'glm5-shim[bench]' (matplotlib), then python -
 
 @dataclass(frozen=True)
 class Record:
-    """One case. Times in us, None where there is none."""
+    """One case. Times are in us, or None."""
 
     kernel: str
     heads: int | None
@@ -45,22 +46,22 @@ class Record:
     keys: int
     dtype: str
     inputs: str
-    keep: float | None  # share of its neighbour's index set that a token has too
+    keep: float | None  # the share of its neighbour's index set that a token has too
     ours_us: float | None
     native_us: float | None  # the fastest of `natives`
     native: str | None
     natives: dict[str, float]
-    missing: dict[str, str]  # native kernels that did not run, and why
+    missing: dict[str, str]  # native kernels that did not run, with the reason
     times_native: float | None  # ours_us / native_us
-    error: float | None  # of ours, relative to float64; top-k: share of rows that are not exact
+    error: float | None  # of ours, relative to float64; top-k: the share of rows that are not exact
     bytes: float  # counted: `roofline.Work`
     flops: float
-    ceiling_us: float | None  # what the bytes or the FLOPs take at this card's measured ceiling
+    ceiling_us: float | None  # the time of the bytes or the FLOPs at this card's measured ceiling
     ceiling: str | None  # gather | copy | mma
-    of_ceiling: float | None  # ceiling_us / ours_us; above 1 where rows are shared or come from L2
+    of_ceiling: float | None  # ceiling_us / ours_us; above 1 if rows are shared or come from L2
     configuration: str | None  # from tune.py, on this card
     problem: str | None
-    floor_us: float  # these: of an RTX PRO 6000, by `roofline`, not measured
+    floor_us: float  # this and the rest: of an RTX PRO 6000, from `roofline`, not measured
     predicted_us: float
     predicted_bound: str
     predicted_configuration: str
@@ -69,7 +70,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a folder's bench found out about one case."""
+    """What an op's bench found for one case."""
 
     ours_us: float
     natives: dict[str, float]
@@ -137,7 +138,7 @@ def measure(work: roofline.Work) -> Measured:
 def record(
     work: roofline.Work, prediction: dict[str, Any], got: Measured | Exception, ceilings: dict[str, Any]
 ) -> Record:
-    """`ceilings`: "copy_gb_s", and "mma_tflop_s" by type, None where it could not be measured."""
+    """`ceilings`: "copy_gb_s", and "mma_tflop_s" by type; None if it could not be measured."""
     failed = isinstance(got, Exception)
     found = None if isinstance(got, Exception) else got
     native = min(found.natives, key=found.natives.__getitem__, default=None) if found else None
@@ -176,12 +177,12 @@ def run(
     measure: Callable[[roofline.Work], Measured],
     done: Callable[[], None],
 ) -> None:
-    """Measures `works`, and adds a record of each to the document. `done` is called after each."""
+    """Measures each work, adds its record to the document, and calls `done`."""
     for work, prediction in zip(works, predictions, strict=True):
         got: Measured | Exception
         try:
             got = measure(work)
-        except Exception as problem:  # told in the record; the next case may do
+        except Exception as problem:  # it goes into the record, and the next case may work
             got = problem
         row = record(work, prediction, got, document["ceilings"])
         document["records"].append(asdict(row))
@@ -203,7 +204,7 @@ def line(row: Record) -> str:
 
 
 def ceilings() -> tuple[dict[str, Any], list[str]]:
-    """What this card does at best: a copy of 1 GiB, and dense products of 8,192^3 by torch; and what went wrong."""
+    """The best rates of this card: a copy of 1 GiB, and torch's dense products of 8,192^3. And the problems."""
     import torch
 
     from shim.kernels.stopwatch import time_us
@@ -213,7 +214,7 @@ def ceilings() -> tuple[dict[str, Any], list[str]]:
     n = 8192
 
     def copy() -> None:
-        # by a kernel: the driver's own copy reached 2.7 TB/s on an H200 whose memory does 4.2
+        # a kernel copies: the driver's own copy reached 2.7 TB/s on an H200 whose memory reaches 4.2
         a, b = torch.zeros(2, 1 << 28, dtype=torch.int32, device="cuda")
         found["copy_gb_s"] = round(8 * a.numel() / time_us([lambda: torch.bitwise_not(a, out=b)]) / 1e3, 1)
 
@@ -264,7 +265,7 @@ def version(package: str) -> str | None:
 
 
 def without_natives() -> str | None:
-    """Why there is no native kernel to compare with; else they are registered with torch."""
+    """Registers vLLM's native kernels with torch, or returns why there are none to compare with."""
     try:
         importlib.import_module("vllm._custom_ops")
     except Exception as problem:
@@ -273,8 +274,9 @@ def without_natives() -> str | None:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """A panel for each kernel, heads and cache: us against tokens, ours solid, the fastest native dashed. ImportError
-    without matplotlib."""
+    """Draws a panel for each kernel, heads and cache: us against tokens, ours solid, the fastest native dashed.
+
+    ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     panels: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -307,22 +309,22 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def draw(document: dict[str, Any], path: Path) -> bool:
-    """The plot beside `path`; where that fails one line that says what to do."""
+    """Writes the plot beside `path`. If that fails, prints one line that says what to do, and returns False."""
     picture = path.with_suffix(".png")
     try:
         plot(document, picture)
     except ImportError:
-        print(PLOT_HINT.format(path), file=sys.stderr)
+        say(PLOT_HINT.format(path))
         return False
     except OSError as problem:
-        print(f"cannot write {picture}: {problem.strerror}; give {path.name} in another directory", file=sys.stderr)
+        say(f"cannot write {picture}: {problem.strerror}; give {path.name} in another directory")
         return False
     print(f"wrote {picture}")
     return True
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What was written there. ValueError, in one line, if it was not written by this module."""
+    """The document in that file. ValueError, in one line, if this module did not write it."""
     expected = "expected what python -m shim.kernels.bench wrote"
     try:
         document = json.loads(path.read_text())
@@ -359,11 +361,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         try:
             document = read(args.plot)
         except ValueError as problem:
-            print(problem, file=sys.stderr)
+            say(str(problem))
             return 1
         return 0 if draw(document, args.plot) else 1
     if why := refusal() or roofline.unwritable(args.out):
-        print(why, file=sys.stderr)
+        say(why)
         return 1
     works = [work for work in roofline.cases(args.quick) if work.kernel in args.only]
     predicted, problems = roofline.predictions(works, not args.no_compile)

@@ -1,4 +1,4 @@
-"""Kernels built for a card that need not be there, by the ptxas that Triton carries, and what they take of an SM."""
+"""Builds kernels for any card, without that card, by Triton's own ptxas. Counts what they take of an SM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-SHARED = 101_376  # bytes a block may have on 12.x
-SM_SHARED, SM_REGISTERS, SM_WARPS = 102_400, 65_536, 48  # of an SM of 12.x; each block takes 1,024 bytes more
+SHARED = 101_376  # bytes that a block may have on 12.x
+SM_SHARED, SM_REGISTERS, SM_WARPS = 102_400, 65_536, 48  # of an SM of 12.x. Each block takes 1,024 bytes more
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,12 @@ def build(
     aligned: set[str],
     **options: Any,
 ) -> dict[str, Any]:
-    """Compiles `function` for a card that need not be there, and counts what it takes. types: Triton's names ("*fp32"),
-    i32 where none is given. aligned: pointers to 16 bytes."""
+    """Compiles `function` for a card of this capability, and counts what it takes.
+
+    types:   Triton's names ("*fp32") by argument; i32 is the default
+    aligned: arguments that are pointers to multiples of 16 bytes
+    options: Triton's own
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -57,7 +61,7 @@ def build(
 
 
 def resources(cubin: bytes, cuobjdump: Path) -> dict[str, int]:
-    """A thread's registers, and bytes of stack and local memory (spills)."""
+    """Registers of a thread, and its bytes of stack and local memory (spills)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -69,7 +73,7 @@ def resources(cubin: bytes, cuobjdump: Path) -> dict[str, int]:
 
 
 def resident_warps(row: dict[str, Any]) -> int:
-    """Warps that an SM of 12.x holds at once. `row` is `build`'s."""
+    """How many warps an SM of 12.x holds at once. row: from `build`."""
     registers = -(-row["registers"] * 32 // 256) * 256 * row["warps"]
     blocks = min(SM_SHARED // (row["shared"] + 1024), SM_REGISTERS // registers, SM_WARPS // row["warps"])
     return int(blocks * row["warps"])
@@ -126,7 +130,7 @@ BUILDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 @lru_cache
 def occupancy(name: str, config: Any, variant: tuple[Any, ...], capability: int = 120) -> Occupancy:
-    """Of one of `BUILDS`. Raises what Triton and ptxas raise; takes seconds where Triton's cache has nothing."""
+    """The occupancy of one of `BUILDS`. It takes seconds without Triton's cache. Errors are Triton's and ptxas's."""
     row = BUILDS[name](config, *variant, capability)
     spills = bool(row["stack"] or row["local"])
     return Occupancy(row["registers"], row["shared"], row["warps"], spills, resident_warps(row) // row["warps"])

@@ -1,5 +1,8 @@
-"""What the host sides of the kernels share. A launch outside a CUDA graph costs the host's time, layer by layer: what
-follows from the forms of the arguments alone is therefore checked and planned once for all calls of the same forms."""
+"""What the host sides of the kernels share.
+
+A launch outside a CUDA graph costs host time in every layer. So a call is checked and planned by the forms of its
+arguments alone, once for all calls of the same forms.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ import torch
 
 from shim.process import log
 
-_new = tuple.__new__  # faster than a NamedTuple's own, which is Python; a launch makes up to nine forms
+_new = tuple.__new__  # faster than NamedTuple's own, which is Python. A launch makes up to nine forms
 
 
 class Form(NamedTuple):
-    """All of a tensor that checks and plans may look at: everything but its values and where it is."""
+    """What checks and plans may know of a tensor: everything but its values and its address."""
 
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    aligned: bool  # it begins at whole 16 bytes
+    aligned: bool  # its address is a multiple of 16 bytes
 
     def __str__(self) -> str:
         return f"{list(self.shape)} of {self.dtype} with strides {self.strides} on {self.device}"
@@ -36,7 +39,7 @@ class Form(NamedTuple):
 
     @property
     def in_16_bytes(self) -> bool:
-        """Its last dimension is contiguous, and may be read 16 bytes at a time: all else is whole 16 bytes."""
+        """Can it be read 16 bytes at a time? Its last dimension is contiguous, all else is a multiple of 16 bytes."""
         unit = 16 // self.dtype.itemsize
         return self.aligned and self.strides[-1] == 1 and not any(stride % unit for stride in self.strides[:-1])
 
@@ -46,7 +49,7 @@ def form(tensor: torch.Tensor) -> Form:
 
 
 class Launch(NamedTuple):
-    """What calls of the same forms pass to a kernel, but its tensors."""
+    """What all calls of the same forms pass to a kernel, besides tensors."""
 
     programs: int
     numbers: tuple[int, ...]  # the kernel's integer arguments
@@ -54,31 +57,32 @@ class Launch(NamedTuple):
 
 
 class Compiled:
-    """The variants of some kernels that this process has compiled. One that compiles after warm-up holds requests up,
-    or breaks the capture of a graph."""
+    """The variants of some kernels that this process has compiled.
+
+    A variant that compiles after warm-up delays requests, or breaks the capture of a graph."""
 
     def __init__(self, op: str, *kernels: Any) -> None:
         self.op, self.kernels = op, kernels
         self._caches: list[Any] = []
-        self._told = 0
+        self._reported = 0
 
     def warm(self, device: torch.device) -> None:
-        """All that serving launches on this device is compiled."""
+        """Call it when everything that serving launches on this device is compiled."""
         try:
             index = torch.cuda.current_device() if device.index is None else device.index
             self._caches = [kernel.device_caches[index][0] for kernel in self.kernels]
-        except (AttributeError, TypeError, LookupError, AssertionError):  # not shown by this Triton, or not on a GPU
+        except (AttributeError, TypeError, LookupError, AssertionError):  # no such attribute in this Triton, or no GPU
             self._caches = []
-        self._told = self.count()
+        self._reported = self.count()
 
     def count(self) -> int:
-        """0 before warm-up."""
+        """How many variants there are; 0 before warm-up."""
         return sum(map(len, self._caches))
 
-    def tell(self, call: object) -> None:
-        """Logs what was launched, if a variant compiled for it after warm-up."""
-        if (count := self.count()) > self._told:
-            self._told = count
+    def report(self, call: object) -> None:
+        """Logs this call, if a variant was compiled for it after warm-up."""
+        if (count := self.count()) > self._reported:
+            self._reported = count
             log.warning("%s compiled a variant after warm-up: %s", self.op, call)
 
 

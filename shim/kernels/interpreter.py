@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter right about bf16, which it keeps as uint16: it multiplies the bit patterns as integers.
+"""Corrects bf16 products of Triton's interpreter: it keeps bf16 as uint16 and multiplies the bit patterns as integers.
 
 Seen in Triton 3.6 and 3.9, in `tl.dot` and `*`. On a GPU nothing is changed.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def mend() -> None:
-    """Does it once, and only where kernels run in the interpreter. Every launch.py whose kernels take bf16 calls it."""
+    """Changes the interpreter once, if kernels run in it. Every launch.py of kernels that take bf16 calls this."""
     import triton
 
     if not triton.knobs.runtime.interpret:

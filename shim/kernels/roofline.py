@@ -1,25 +1,26 @@
-"""What each kernel asks of an RTX PRO 6000 Blackwell (SM120): bytes, FLOPs, occupancy, and a bound on its time. No GPU.
+"""What each kernel needs of an RTX PRO 6000 Blackwell (SM120): bytes, FLOPs, occupancy, a bound on its time. No GPU.
 
     python -m shim.kernels.roofline [--quick] [--no-compile] [--json FILE]
 
-Two times for each case, neither a forecast of what will be measured:
+Each case has two times. Neither forecasts a measurement:
 
     floor_us      every distinct byte comes from memory once, and every useful product is computed once
-    predicted_us  the bytes that the launched kernel asks for (each token's rows, or a group's where it shares them,
-                  without the time that finding these takes) at the memory's rate, its products at the rate of the
-                  tensor cores that its programs reach, or what its loads in flight let through, were all its shared
-                  memory and registers waiting for loads: the largest. `bound` says which: memory, mma or latency
+    predicted_us  the largest of three times; `bound` names it:
+                  memory   the bytes that the launched kernel reads and writes, at the memory's rate. These are each
+                           token's rows, or a group's if it shares them, without the time to find those
+                  mma      its products, at the rate of the tensor cores that its programs reach
+                  latency  its bytes, if all its shared memory and registers were waiting for loads
 
-The table's MB and GFLOP count each token's rows as if no two shared any, and real products only.
+The table's MB and GFLOP count each token's rows as if no two tokens shared any, and real products only.
 
-predicted_us is a lower bound but for L2 (128 MB), which may hold rows for several tokens; floor_us is one always. Not
-counted: launches (about 2 us each, less in a graph), loads that wait for each other, MMA rows that padding wastes,
-conversions, partial results of split rows, and the clock under load.
+floor_us is always a lower bound. predicted_us is one too, unless L2 (128 MB) holds rows for several tokens. Neither
+counts launches (about 2 us each, less in a graph), loads that wait for each other, MMA rows that padding wastes,
+conversions, partial results of split rows, or the clock under load.
 
-Sources: 188 SMs, 1,792 GB/s, 128 MB L2: NVIDIA's data sheet (the Server Edition: a tenth less). 503.8 dense
-bf16 TFLOP/s with fp32 sums: NVIDIA's RTX Blackwell PRO architecture white paper, quoted in NVIDIA/cudnn-frontend#597;
-that is 1,024 FLOP a clock and SM at 2.617 GHz. fp8 is taken to be twice that: the data sheet's 4,000 TOPS are sparse
-fp4, four times dense fp8. Public GEMMs on this card reach 350 to 420 in bf16. `LATENCY` is an assumption.
+Sources: 188 SMs, 1,792 GB/s, 128 MB L2: NVIDIA's data sheet (the Server Edition has a tenth less). 503.8 dense bf16
+TFLOP/s with fp32 sums: NVIDIA's RTX Blackwell PRO architecture white paper, quoted in NVIDIA/cudnn-frontend#597. That
+is 1,024 FLOP a clock and SM at 2.617 GHz. fp8 is taken to be twice that: the data sheet's 4,000 TOPS are sparse fp4,
+four times dense fp8. Public GEMMs on this card reach 350 to 420 in bf16. `LATENCY` is an assumption.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from pathlib import Path
 from typing import Any
 
 from shim.kernels.build import Occupancy, occupancy
+from shim.process import say
 
 TOPK, ROWS = 2048, 262_144  # of GLM-5; rows of the cache, as in sparse_mla's bench
 ROW_BYTES = {"bf16": 1152, "fp8": 656}  # of the cache; fp8_ds_mla
 INDEX_HEADS = 32
 TENSOR_CORES = 4  # of an SM; a warp uses one
-LATENCY = 0.8  # us from asking memory to having it, under load
+LATENCY = 0.8  # us of a load from memory, under load
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ class Work:
     keys: int
     dtype: str  # of the cache, of q and k, or of the logits
     inputs: str
-    bytes: float  # that are asked for, no two tokens sharing any
+    bytes: float  # as if no two tokens shared any
     distinct_bytes: float
-    flops: float  # useful ones of the tensor cores
-    mma: str | None  # type of their operands
+    flops: float  # the useful ones of the tensor cores
+    mma: str | None  # type of the operands
     keep: float | None = None
 
 
@@ -86,14 +88,12 @@ class Launch:
     variant: tuple[Any, ...]
     programs: int
     configuration: str
-    bytes: (
-        float  # as launched: a group of tokens may share its rows (sparse_mla/union.py), and then works on all of them
-    )
+    bytes: float  # this and the next as launched: a group that shares its rows (sparse_mla/union.py) works on all
     flops: float
 
 
 def sparse_mla(tokens: int, heads: int, kv: str, keep: float | None = None) -> Work:
-    """Cache rows, positions, q, out and lse. Both products are of 16-bit values, for fp8 rows too."""
+    """Cache rows, positions, q, out and lse. Both products have 16-bit operands, for fp8 rows too."""
     from shim.kernels.sparse_mla.overlap import distinct_rows
 
     row = ROW_BYTES[kv]
@@ -101,12 +101,12 @@ def sparse_mla(tokens: int, heads: int, kv: str, keep: float | None = None) -> W
     flops = 2 * tokens * heads * TOPK * (576 + 512)
     distinct = distinct_rows(tokens, TOPK, ROWS, keep) * row + rest
     inputs = "uniform" if keep is None else f"keep {keep}"
-    asked = tokens * TOPK * row + rest
-    return Work("sparse_mla", heads, tokens, ROWS, kv, inputs, asked, distinct, flops, "bf16", keep)
+    moved = tokens * TOPK * row + rest
+    return Work("sparse_mla", heads, tokens, ROWS, kv, inputs, moved, distinct, flops, "bf16", keep)
 
 
 def indexer_prefill(queries: int, keys: int, heads: int, causal: bool) -> Work:
-    """fp8 q and k of 128, fp32 scales, weights and logits; two FLOP for each of 128 values, head and visible pair."""
+    """fp8 q and k of 128, fp32 scales, weights and logits. Two FLOP for each of 128 values, head and visible pair."""
     visible = queries * (2 * keys - queries + 1) // 2 if causal else queries * keys
     moved = queries * heads * (128 + 4) + keys * (128 + 4) + 4 * visible
     inputs = "causal" if causal else "full"
@@ -116,7 +116,7 @@ def indexer_prefill(queries: int, keys: int, heads: int, causal: bool) -> Work:
 
 
 def indexer_paged(batch: int, keys: int, heads: int) -> Work:
-    """132 bytes a cached key, fp32 logits, one new token a request."""
+    """132 bytes per cached key, fp32 logits, one new token per request."""
     moved = batch * (heads * (128 + 4) + keys * (132 + 4) + 4 * keys // 64)
     return Work(
         "indexer_paged", heads, batch, keys, "fp8", "one token", moved, moved, 256.0 * heads * batch * keys, "fp8"
@@ -124,7 +124,7 @@ def indexer_paged(batch: int, keys: int, heads: int) -> Work:
 
 
 def topk(rows: int, columns: int, kind: str = "normal") -> Work:
-    """Every logit read once, 2,048 columns written. Logits that the indexer has just written may come from L2."""
+    """Every logit is read once, 2,048 columns are written. Logits that the indexer just wrote may come from L2."""
     moved = 4 * rows * (columns + TOPK)
     return Work("topk", None, rows, columns, "fp32", kind, moved, moved, 0.0, None)
 
@@ -201,9 +201,11 @@ def predict(
     card: Card = RTX_PRO_6000,
     launched: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """`{"floor_us", "predicted_us", "bound", "waves"}` (module docstring). Without occupancy all programs are taken to
-    run at once, with as many loads in flight as there need be, and waves is None. launched: bytes and FLOPs, where
-    they are not the work's."""
+    """`{"floor_us", "predicted_us", "bound", "waves"}` (module docstring).
+
+    occupancy: None: all programs run at once, with as many loads in flight as they need, and waves is None
+    launched:  bytes and FLOPs, if they are not the work's
+    """
     rate = card.gb_s * 1e3  # bytes a us
     mma = card.tflop_s[work.mma] * 1e6 if work.mma else math.inf
     moved, computed = launched or (work.bytes, work.flops)
@@ -230,7 +232,7 @@ def _try(launch: Launch) -> Occupancy | str:
 
 
 def predictions(works: list[Work], compile: bool = True) -> tuple[list[dict[str, Any]], list[str]]:
-    """A dict for each work: `predict`'s, with "configuration" and "occupancy" (None: unknown); and what went wrong."""
+    """A dict for each work (`predict`'s, "configuration", "occupancy": None if unknown), and the problems."""
     launches = [launch_of(work) for work in works]
     found: dict[tuple[Any, ...], Occupancy | str] = {}
     if compile and os.environ.get("TRITON_INTERPRET"):
@@ -254,7 +256,7 @@ def predictions(works: list[Work], compile: bool = True) -> tuple[list[dict[str,
 
 
 def unwritable(path: Path) -> str | None:
-    """Why nothing can be written there, found out before minutes of work. Leaves a new file empty."""
+    """Why this file cannot be written, to know it before minutes of work. Creates an empty file."""
     try:
         path.open("a").close()
     except OSError as problem:
@@ -291,11 +293,11 @@ def main() -> None:
     try:
         works = list(cases(args.quick))
     except ImportError as problem:
-        sys.exit(f"the model asks the kernels' own tables, which need torch: {problem}")
+        sys.exit(f"the model reads the kernels' own tables, which need torch: {problem}")
     if args.json and (why := unwritable(args.json)):
         sys.exit(why)
     if not args.no_compile:
-        print("compiling the kernels for sm_120: a minute or two the first time", file=sys.stderr, flush=True)
+        say("compiling the kernels for sm_120: a minute or two the first time")
     rows, problems = predictions(works, not args.no_compile)
     print(f"{RTX_PRO_6000.name}: lower bounds, not measurements\n{table(works, rows)}")
     for why in problems:

@@ -14,7 +14,7 @@ SPILL_BYTES = 256 << 20  # several times L2
 
 
 def refusal() -> str | None:
-    """Why nothing can be measured here; None if a GPU and torch are there."""
+    """Why nothing can be measured here. None if this machine has torch and a GPU."""
     try:
         import torch
     except ImportError as problem:
@@ -27,9 +27,9 @@ def refusal() -> str | None:
 
 
 def time_us(runs: list[Run], graph: bool = True) -> float:
-    """The median time of one run, with a cold L2: it is written over before each timing.
+    """The median time of one run in us, with a cold L2, which is overwritten before each timing.
 
-    runs:  do the same on inputs of their own, and are timed in turn
+    runs:  do the same work on different inputs, and are timed in turn
     graph: each run is captured, and its replays are timed
     """
     import torch
@@ -46,7 +46,7 @@ def time_us(runs: list[Run], graph: bool = True) -> float:
 
 
 def time_in_turn_us(runs: list[Run]) -> float:
-    """The median time of one run, in a graph of all of them one after the other: L2 holds what the runs before left."""
+    """The median time of one run in us. One graph has all runs in turn, so L2 holds what earlier runs left."""
     _first_calls(runs)
     replay = _captured(runs)
     times = [_one_us(replay) / len(runs) for _ in range(REPEATS + WARM_UP)]

@@ -1,7 +1,7 @@
-"""The ledger: every patch, in the order in which patches of one target are applied. Reading it = knowing what the
-shim does.
+"""The ledger: every patch of the shim.
 
-One file, one PATCH, one off-switch (its name in GLM5_SHIM_SKIP). Order across targets is the order of vLLM's imports.
+Each file has one PATCH, which has one off-switch: its name in GLM5_SHIM_SKIP. Patches of one target are applied in this
+order. Between targets the order of vLLM's imports decides.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from shim.patch import Patch, Verdict
 NAME = "backend_choice"
 SYMBOL = "_get_backend_priorities"
 CHOICE = "CudaPlatformBase.get_attn_backend_cls"
-NATIVE = "FlashInferMLASparse"  # in the class path of vLLM's own sparse backend for 12.x, 0.24 and later
+NATIVE = "FlashInferMLASparse"  # part of the class path of vLLM's own sparse backend for 12.x (0.24 and later)
 HANG = (
     "FLASHINFER_MLA_SPARSE_SM120 is reported to hang under load on capability 12.x (vllm#51921, vllm#54929): "
     f"if requests stall, start with --attention-backend {MEMBER}"

@@ -37,7 +37,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 
 def _add_member(enum: Any, name: str, value: str) -> None:
-    """What EnumType does for a member, after the class is made (CPython's enum.py; vLLM 0.32's `register`)."""
+    """Adds a member to a finished Enum class, by EnumType's own steps (CPython's enum.py; vLLM 0.32's `register`)."""
     member = object.__new__(enum)
     member._name_ = name
     member._value_ = value

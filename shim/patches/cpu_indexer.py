@@ -36,13 +36,13 @@ def apply(module: ModuleType) -> dict[str, Any]:
     build = upstream.raw(module, BUILD)
     backend = upstream.raw(module, BACKEND)
     quantise = upstream.raw(module, QUANTISE)
-    glm5_is_here = False  # a CPU process with GLM-5 in it has no other sparse model: vLLM refuses them all
+    serves_glm5 = False  # then no other sparse model is in this process: on a CPU vLLM refuses them all
 
     def __init__(self: Any, head_dim: int, dtype: Any, prefix: str, cache_config: Any) -> None:
-        nonlocal glm5_is_here
+        nonlocal serves_glm5
         model = module.get_current_vllm_config().model_config
         if upstream.is_glm5(model.hf_config):
-            glm5_is_here = True
+            serves_glm5 = True
             head_dim, dtype = model.hf_text_config.index_head_dim, model.dtype
             ledger.used(NAME)
         else:
@@ -59,7 +59,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
         return ReferenceIndexerBackend
 
     def per_token_group_quant_fp8(x: Any, group_size: int, *args: Any, **kwargs: Any) -> Any:
-        if not glm5_is_here:
+        if not serves_glm5:
             return quantise(x, group_size, *args, **kwargs)
         return x, x.new_ones(*x.shape[:-1], x.shape[-1] // group_size)
 

@@ -17,7 +17,7 @@ from shim.patch import Patch, Verdict
 
 NAME = "cpu_indexer_op"
 NATIVE = "SparseAttnIndexer.forward_native"
-CPU = "SparseAttnIndexer.forward_cpu"  # inherited from CustomOp where the class has none of its own
+CPU = "SparseAttnIndexer.forward_cpu"  # CustomOp's, if the class has none
 
 
 def probe(module: ModuleType) -> Verdict:

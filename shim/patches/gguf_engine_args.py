@@ -24,7 +24,7 @@ from shim.patch import Patch, Verdict
 NAME = "gguf_engine_args"
 SYMBOL = "EngineArgs.__post_init__"
 LOAD_FORMAT = "glm5_gguf"
-PATH = "gguf"  # the key of the load format's extra config under which the first part's path stands
+PATH = "gguf"  # a key of the load format's extra config: the path of the first part
 METHOD = "glm5_gguf"  # the quantisation's name, of shim.quantization.config
 FIELDS = (
     *("model", "load_format", "served_model_name", "hf_config_path", "tokenizer", "quantization"),
@@ -56,8 +56,10 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 
 def serve_gguf(engine_args: Any) -> Any:
-    """Rewrites `engine_args` in place if its model is a glm-dsa GGUF, and returns that (a shim.gguf.files.Model), else
-    None. GGUFProblem if it is one that cannot be served."""
+    """Rewrites `engine_args` in place if its model is a glm-dsa GGUF, and returns the GGUF (a shim.gguf.files.Model).
+
+    None if it is not. GGUFProblem if it is one that cannot be served.
+    """
     from shim.gguf.files import WrongArchitecture, open_model
     from shim.gguf.hf_directory import hf_directory
     from shim.gguf.names import require_complete, require_nextn

@@ -54,8 +54,12 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 
 def load(model: Any, model_config: Any, path: str) -> None:
-    """Fills `model` (a torch module with vLLM's `load_weights`) from the GGUF at `path`: all blocks but NextN, or for a
-    draft model NextN alone."""
+    """Fills `model` from the GGUF at `path`: all blocks but NextN, or for a draft model NextN alone.
+
+    model: a torch module with vLLM's `load_weights`
+
+    GGUFProblem if the file does not set each parameter of the model.
+    """
     from shim.gguf.files import GGUFProblem, open_model
     from shim.gguf.quantised_layers import quantised_layers
     from shim.gguf.tensors import draft_weights, weights

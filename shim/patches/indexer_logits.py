@@ -25,8 +25,7 @@ INIT = "SparseAttnIndexer.__init__"
 HAS = "has_deep_gemm"  # 0.19 and later
 _PREFILL = ["kv", "weights", "cu_seqlen_ks", "cu_seqlen_ke"]
 _PAGED = ["weights", "context_lens", "block_tables"]
-# vLLM's function: (our adapter in shim.indexer.triton, each parameter list that a release has)
-# the functions differ from release to release; one of PAIRS must be there
+# vLLM's function: (our function in shim.indexer.triton, each parameter list that a release has)
 FUNCTIONS: dict[str, tuple[str, tuple[list[str], ...]]] = {
     "fp8_mqa_logits": ("mqa_logits", (["q", *_PREFILL, "clean_logits"],)),
     "fp8_mqa_logits_torch": ("mqa_logits", (["q", *_PREFILL],)),
@@ -45,6 +44,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[list[str], ...]]] = {
         ),
     ),
 }
+# each release has one of these pairs
 PAIRS = (("fp8_mqa_logits", "fp8_paged_mqa_logits"), ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"))
 
 

@@ -21,7 +21,7 @@ from shim.patch import Patch, Verdict
 NAME = choice.TOPK
 OPS = "torch.ops._C."
 ALWAYS = ("top_k_per_row_prefill", "top_k_per_row_decode")  # in every release
-# op: (our adapter in shim.indexer.triton, number of arguments)
+# op: (our function in shim.indexer.triton, number of arguments)
 ADAPTERS = {
     "top_k_per_row_prefill": ("top_k_per_row_prefill", 8),
     "top_k_per_row_decode": ("top_k_per_row_decode", 8),
@@ -46,7 +46,7 @@ def probe(module: ModuleType) -> Verdict:
 
 
 def _arguments(op: Any) -> int:
-    """How many arguments a torch op takes; it has one overload."""
+    """How many arguments a torch op of one overload takes."""
     (overload,) = op.overloads()
     return len(getattr(op, overload)._schema.arguments)
 

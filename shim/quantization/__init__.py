@@ -1,1 +1,1 @@
-"""GGUF quantisation as vLLM loads it. Importing a module of this package imports vLLM."""
+"""GGUF quantisation as vLLM loads it. Each module of this package imports vLLM."""

@@ -1,7 +1,8 @@
-"""Runs a wheel's own `sparse_attn_indexer` on the CPU, in a child with the shim on: what only a GPU has are stand-ins.
+"""Runs a wheel's own `sparse_attn_indexer` on the CPU, in a child with the shim on.
 
-The compiled cache ops are torch (what the real ones do on the planar key cache), our kernels their references, and
-the platform says that it is CUDA of capability 12.0. All between them is the wheel's, unmodified, and the shim's.
+What needs a GPU has stand-ins. The compiled cache ops are written in torch (as the real ones, on the planar key cache),
+our kernels are their references, and the platform says that it is CUDA of capability 12.0. All else is the wheel's,
+unmodified, and the shim's.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ libraries = [
 def mqa_logits(
     q: Any, k: Any, k_scale: Any, weights: Any, ks: Any, ke: Any, out: Any = None, compressed_columns: Any = None
 ) -> Any:
-    """NaN wherever the kernel writes nothing: the wheel must not read there."""
+    """NaN where the kernel writes nothing, because the wheel must not read it."""
     ours.append("mqa_logits")
     full = scores.mqa_logits(q, k, k_scale, weights, ks, ke)
     full[full == -torch.inf] = torch.nan

@@ -1,10 +1,11 @@
 """Every patch on every released vLLM: `python tests/contract/matrix.py [VERSIONS...] [--write]`.
 
 For each release its own .py files (see wheels.py) are imported twice, once with all patches off, once with them on.
-Off: what each patch replaces is vLLM's own; its signature and body are compared with snapshots.json, and what no
-release before had is reported as drift. On: each probe's verdict, applied and verified, every by-value importer
-rebound, the closing gate passed. `--write` puts the result into README and snapshots.json; both are generated, never
-typed. Exit 1 if a release does not stand and shim/wrap.py does not refuse it.
+Off: what each patch replaces is vLLM's own. Its signature and body are compared with snapshots.json, and one that no
+earlier release had is reported as drift. On: each patch is applied and verified, or its probe says why not; every
+by-value importer is rebound; the closing gate passes. `--write` puts the result into README and snapshots.json, which
+are generated, never typed. Exit 1 if a release has problems and shim/upstream.py does not list it as unsupported, or
+the other way round.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ sys.path.insert(0, HERE)
 import indexer_surface as surface
 surface.install()
 import torch
-no = torch.library.Library("_C", "FRAGMENT")  # asked while modules are imported
+no = torch.library.Library("_C", "FRAGMENT")  # modules call these while they are imported
 for name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8", "cutlass_group_gemm_supported",
              "cutlass_scaled_mm_supports_fp4"):
     no.define(name + "(int capability) -> bool")
@@ -135,7 +136,7 @@ def drift(version: str, shapes: dict[str, list[str]], snapshots: dict[str, Any])
     for symbol, (signature, body) in shapes.items():
         bodies = snapshots.get(symbol, {})
         if signature not in bodies:
-            before = " or ".join(bodies) or "not there"
+            before = " or ".join(bodies) or "none"
             lines.append(f"{symbol}{signature}: signature is new; known: {before}")
         elif body not in bodies[signature] or (seen and version not in bodies[signature][body]):
             lines.append(f"{symbol}: body {body} is new; known: {', '.join(bodies[signature])}")
@@ -143,7 +144,7 @@ def drift(version: str, shapes: dict[str, list[str]], snapshots: dict[str, Any])
 
 
 def merge(snapshots: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The snapshots with these releases in the place of what they said of them."""
+    """The snapshots, with what they had of these releases replaced by `found`."""
     fresh: dict[str, Any] = {}
 
     def add(symbol: str, signature: str, body: str, releases: list[str]) -> None:
@@ -208,7 +209,7 @@ def main(argv: list[str]) -> int:
         for line in drift(version, one["shapes"], known()) if known() else ():
             print(f"  drift: {line}")
         if bool(one["problems"]) != bool(refused):
-            print(f"  BAD: shim/wrap.py {'refuses' if refused else 'does not refuse'} {version}")
+            print(f"  BAD: shim/upstream.py {'refuses' if refused else 'does not refuse'} {version}")
             bad = True
     if given.write:
         write(found)

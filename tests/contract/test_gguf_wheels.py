@@ -1,7 +1,7 @@
 """The shim's loader, on the sources of real, unmodified GPU wheels: vLLM's own GLM-5 model is built on the CPU and
 filled from a GGUF that stays quantised, into the GGUF layers of the tree (up to 0.23) or of vllm-gguf-plugin.
 
-No forward pass: that takes the wheel's kernels. Each layer is asked for its product by itself, its kernel in torch.
+A forward pass would need the wheel's kernels. So each layer computes its product alone, with its kernel in torch.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def test_each_of_two_ranks_holds_its_share(load, version):
         assert up == [4, 512, 144] and down[:2] == [4, 256] and down[2] in (176, 210)
 
 
-def test_every_layer_computes_what_the_dequantised_file_says(loaded):
+def test_every_layer_computes_the_product_with_the_dequantised_weights(loaded):
     assert loaded["wrong"] == []
 
 

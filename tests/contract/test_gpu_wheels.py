@@ -90,7 +90,7 @@ def test_it_can_be_named_on_the_command_line(looks):
     assert "TRITON_MLA_SPARSE" in stock["config"] and "Error" in stock["config"]
 
 
-def test_vllms_own_selector_takes_it_for_sparse_mla_only(looks):
+def test_vllms_selector_takes_it_for_sparse_mla_only(looks):
     shim, stock = looks
     assert shim["sparse"].startswith("shim.attention.triton_mla.")
     assert "No valid attention backend found" in stock["sparse"]

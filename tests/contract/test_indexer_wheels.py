@@ -9,7 +9,7 @@ from wheels import some
 
 WHEELS = some("0.16.0", "0.18.1", "0.23.0", "0.33.0", more=("0.17.1", "0.19.1", "0.26.0"))
 STAND = {"indexer_logits", "indexer_topk", "indexer_builder"}
-FALLBACK = ("0.17.1", "0.18.1")  # have a decode fallback of their own
+FALLBACK = ("0.17.1", "0.18.1")  # these have a torch fallback for decode
 
 LOOK = """
 sys.path.insert(0, SURFACE)
@@ -98,7 +98,7 @@ def test_the_op_has_deep_gemm_and_the_builder_has_not(wheel):
         assert found["has_deep_gemm"][:-1] == [True, False]
 
 
-def test_the_wheels_own_op_chooses_what_the_reference_chooses(wheel):
+def test_the_wheels_own_op_chooses_the_same_as_the_reference(wheel):
     _, found = wheel
     assert found["wrong"] == {"1": [], "2": []}
     assert found["native"] == []
@@ -122,6 +122,6 @@ def test_chunks_are_cut_by_rows_and_the_choice_is_the_same(wheel):
         assert wrong == []
 
 
-def test_graphs_are_not_given_up(wheel):
+def test_decode_runs_as_full_graphs(wheel):
     version, found = wheel
     assert found["graphs"] == ("UNIFORM_SINGLE_TOKEN_DECODE" if version == "0.16.0" else "UNIFORM_BATCH")

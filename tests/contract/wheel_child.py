@@ -1,8 +1,7 @@
-"""Run as a child process that imports what every vLLM imports of others, which is most of its start, and forks for each
-child that it is asked for.
+"""A process that imports the packages that every vLLM imports, which is most of its start, and forks once per question.
 
-A line on stdin is [code, environment, place]: a fork does what `python -c code` would do with this environment in this
-directory, sitecustomize first. Its output goes to <place>/stdout and <place>/stderr; on stdout comes its exit code.
+A line on stdin is [code, environment, place]. The fork does what `python -c code` does with this environment in this
+directory, with sitecustomize first. Its output goes to <place>/stdout and <place>/stderr, its exit code to our stdout.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def become(code: str, environment: dict[str, str], place: str) -> None:
 
 def main() -> None:
     codes = os.fdopen(os.dup(1), "w")
-    for name in ("torchvision", "torchaudio", "torchcodec"):  # as the shim does: built for another torch
+    for name in ("torchvision", "torchaudio", "torchcodec"):  # they are built for another torch; the shim does the same
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     for name in OTHERS:
         importlib.import_module(name)

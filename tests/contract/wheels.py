@@ -1,6 +1,6 @@
 """Real wheels as the contract: their own .py files, imported in a child process with the shim on.
 
-`vllm` wheels for CUDA do not run here, but their Python does once the compiled modules have stand-ins: everything
+`vllm` wheels for CUDA do not run here, but their Python files do, with stand-ins for the compiled modules. Everything
 that the patches look at and replace is vLLM's own, unmodified.
 """
 
@@ -46,8 +46,8 @@ def some(*ci: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
 def released() -> list[str]:
     """Every final release of vLLM from the oldest supported on, oldest first, as pip knows them."""
     command = [sys.executable, "-m", "pip", "index", "versions", "vllm"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    (line,) = [line for line in said.splitlines() if line.startswith("Available versions: ")]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (line,) = [line for line in output.splitlines() if line.startswith("Available versions: ")]
     found = line.removeprefix("Available versions: ").split(", ")
     return sorted((v for v in found if "post" not in v and as_tuple(v) >= OLDEST), key=as_tuple)
 
@@ -70,7 +70,7 @@ def gguf_plugin() -> Path:
 
 
 def _unpacked(place: Path, wheel: str, package: str, options: list[str], wanted: Callable[[str], bool]) -> Path:
-    """Whole or not at all, and by one test process while others wait for it."""
+    """Unpacks all or nothing, and in one test process, while others wait for it."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(f"{place}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -98,9 +98,9 @@ def child(code: str, place: Path, source: Path | None = None, **env: str) -> obj
     exit_code = fork.stdout.readline().strip()
     _idle.append(fork)
     out, err = ((place / name).read_text() for name in ("stdout", "stderr"))
-    said = [line[2:] for line in out.splitlines() if line.startswith("@@")]
-    assert said, f"the child said nothing (exit {exit_code}):\n{out[-2000:]}\n{err[-4000:]}"
-    return json.loads(said[-1])
+    answers = [line[2:] for line in out.splitlines() if line.startswith("@@")]
+    assert answers, f"the child gave no answer (exit {exit_code}):\n{out[-2000:]}\n{err[-4000:]}"
+    return json.loads(answers[-1])
 
 
 def _start() -> subprocess.Popen[str]:

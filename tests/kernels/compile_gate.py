@@ -1,7 +1,7 @@
-"""What the tests share that compile kernels without a GPU: the ptxas that Triton carries builds for any card.
+"""Shared by the tests that compile kernels without a GPU. Triton's own ptxas builds for any card.
 
-Kernels are compiled by the test's own file, run as a script: the interpreter, which other tests use, cannot be switched
-off again in a process.
+A test's file compiles its kernels when it runs as a script. Other tests of this process use the interpreter, and a
+process cannot switch it off again.
 """
 
 import json
@@ -26,7 +26,7 @@ def refuse(row: dict) -> list[str]:
 
 
 def compile_all(script: str, work: list[dict]) -> list[dict]:
-    """One row for each job, by two processes that know nothing of the interpreter."""
+    """One row for each job. Two processes without the interpreter compile them."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
     running = []

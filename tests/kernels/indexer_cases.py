@@ -1,4 +1,4 @@
-"""Inputs for the indexer's kernels, poisoned wherever nothing may be read, and the check of their answers."""
+"""Inputs for the indexer's kernels, with poison in all that may not be read, and the check of their answers."""
 
 import torch
 
@@ -10,12 +10,12 @@ TYPES = {"fp8": FP8, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS = ["[B]", "[B, 1]", "[B, next_n]"]  # of context_lens
 POISON = -3.25e33
 LIMIT = 1e-3
-# the fp8 MMA of capability 9.0 adds up in 14 bits, for DeepGEMM as for us
+# the fp8 MMA of capability 9.0 adds up in 14 bits, in DeepGEMM too
 IMPRECISE = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
 def check(got, want, size):
-    """`want`: -inf where nothing may be written; `size`: what rounding is relative to."""
+    """want: -inf for columns that may not be written. size: rounding is relative to this."""
     valid = want > -torch.inf
     assert (got[~valid] == POISON).all()
     assert got[valid].isfinite().all()
@@ -28,7 +28,7 @@ def check(got, want, size):
 
 
 def sizes(one, q, weights):
-    """Sums without cancelling between heads; on 9.0 what relu cuts counts too, whose rounding may lift it over 0."""
+    """Sums without cancelling between heads. On 9.0 what relu cuts counts too: rounding may lift it above 0."""
     size = one(q, weights.abs())
     return size + one(-q.float(), weights.abs()) if IMPRECISE else size
 
@@ -42,7 +42,7 @@ def causal(queries, keys):
 
 
 def prefill(queries, heads, keys, windows, dtype="fp8", seed=0):
-    """Arguments of `mqa_logits`; NaN in every key and scale that no window holds."""
+    """Arguments of `mqa_logits`, with NaN in every key and scale that is in no window."""
     g = torch.Generator().manual_seed(seed)
     q, k = torch.randn(queries, heads, 128, generator=g), torch.randn(keys, 128, generator=g)
     scale, weights = torch.rand(keys, generator=g) + 0.01, torch.randn(queries, heads, generator=g)
@@ -69,8 +69,10 @@ def prefill_truth(q, k, scale, weights, ks, ke, compressed=None):
 
 
 def paged(lengths, heads=32, next_n=1, form="[B]", gap=0, own=None, seed=0):
-    """Arguments of `paged_mqa_logits` but `max_len`. Shuffled blocks, `gap` bytes apart; 255 (NaN) wherever no token
-    is, and table entries behind a request's length that point nowhere. `own`: each row's count, for [B, next_n]."""
+    """Arguments of `paged_mqa_logits` without `max_len`.
+
+    Blocks are shuffled and `gap` bytes apart. Bytes without a token are 255 (NaN). Table entries behind a request's
+    length are no blocks. own: each row's count, for [B, next_n]."""
     g = torch.Generator().manual_seed(seed)
     counts = [-(-max(0, n) // 64) for n in lengths]
     order = torch.randperm(sum(counts) + 2, generator=g)[: sum(counts)]

@@ -1,5 +1,6 @@
-"""Without a GPU, a `test_*_kernel.py` runs under Triton's interpreter, in a process of its own: the choice must be
-made before anything imports Triton, and must not be made for the rest of the tests."""
+"""Without a GPU, a `test_*_kernel.py` runs under Triton's interpreter, in a new process.
+
+The interpreter must be switched on before anything imports Triton, and must stay off for the other tests."""
 
 import os
 import re
@@ -14,7 +15,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the 
 
 
 def run(name: str, least: int = 30) -> None:
-    """All of the file's tests but those that need a GPU must pass, and there must be enough of them."""
+    """All tests of the file that need no GPU must pass, and they must be at least `least`."""
     pytest.importorskip("triton")
     options = ["-o", "addopts=--import-mode=importlib", "--durations=5", "-W", "ignore"]
     command = [sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(name))]

@@ -1,4 +1,4 @@
-"""What the launches share: forms of tensors, plans kept by form, and the word about late compilation. No GPU."""
+"""What the launches share: forms of tensors, plans by form, and the warning of late compilation. No GPU."""
 
 import logging
 
@@ -27,7 +27,7 @@ def test_whole_16_bytes():
 
 
 def test_a_kept_plan_lets_nothing_else_pass():
-    """Each differs from a call that was planned in one thing that the kernels rely on."""
+    """Each bad call differs from a planned one in one thing that the kernels rely on."""
     q, keys = torch.zeros(3, 32, 128).to(indexer.FP8), torch.zeros(8 * 128 + 16).to(indexer.FP8)
     k, scale, weights, rows = keys[:-16].view(8, 128), torch.zeros(8), torch.zeros(3, 32), torch.zeros(3).int()
     good = [form(x) for x in (q, k, scale, weights, rows, rows)]
@@ -44,7 +44,9 @@ def test_a_kept_plan_lets_nothing_else_pass():
             topk._launch(form(values), form(lengths), 5, None, None, None, None, 188)
 
 
-def test_what_compiles_after_warm_up_is_told_once(caplog):
+def test_what_compiles_after_warm_up_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM sets it to False, and caplog needs it
+
     class Kernel:
         def __init__(self):
             self.device_caches = {0: ({"a": 1}, {})}
@@ -52,12 +54,13 @@ def test_what_compiles_after_warm_up_is_told_once(caplog):
     kernels = Kernel(), Kernel()
     compiled = Compiled("op", *kernels)
     with caplog.at_level(logging.WARNING):
-        compiled.tell("before warm-up")
+        compiled.report("before warm-up")
         compiled.warm(torch.device("cuda", 0))
-        compiled.tell("warm")
+        compiled.report("warm")
         assert compiled.count() == 2 and not caplog.records
         kernels[1].device_caches[0][0]["b"] = 1
-        compiled.tell("late")
-        compiled.tell("again")
+        compiled.report("late")
+        compiled.report("again")
     (record,) = caplog.records
+    assert record.name == "vllm.glm5_shim"  # vLLM's handlers print it
     assert record.getMessage() == "op compiled a variant after warm-up: late"

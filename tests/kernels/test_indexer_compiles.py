@@ -1,6 +1,6 @@
 """Every configuration that the launcher can pick, compiled for sm_120 by the ptxas that Triton carries, without a GPU.
 
-As a script this file compiles what it is told and prints one JSON object per kernel (compile_gate.py).
+As a script this file compiles the jobs on stdin and prints one JSON object per kernel (compile_gate.py).
 """
 
 import json
@@ -12,7 +12,7 @@ OPERANDS = {"fp8": "fp8e4nv", "bytes": "u8", "bf16": "bf16", "fp16": "fp16"}
 
 
 def jobs() -> list[dict]:
-    """All for 12.0; GLM-5's 32 heads elsewhere, and 64 on 9.0. "bytes": e4m3 for a card whose MMA does not take it."""
+    """All for 12.0. Of other cards GLM-5's 32 heads, and 64 on 9.0. "bytes": e4m3 for an MMA that does not take it."""
     from shim.kernels.indexer import tune
 
     work = [{"cap": 120, "heads": heads, "x": x} for heads in tune.HEADS for x in ("fp8", "bf16", "fp16")]

@@ -35,7 +35,7 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 @pytest.fixture(params=["fp8 MMA", "fp16 MMA"])
 def either_mma(request, monkeypatch):
-    """Also what cards below 8.9 do: e4m3 converted to fp16."""
+    """Also the way of cards below 8.9: e4m3 is converted to fp16."""
     if request.param == "fp16 MMA":
         monkeypatch.setattr(launch, "_capability", lambda device: (8, 0))
 
@@ -44,7 +44,7 @@ def either_mma(request, monkeypatch):
 
 
 def config_of(keep, heads):
-    """What 12.x launches, and 9.0."""
+    """What 12.x launches for "keys", and 9.0 for "queries"."""
     return tune.prefill(heads, (12, 0) if keep == "keys" else (9, 0))
 
 
@@ -94,7 +94,7 @@ def test_prefill_equals_reference(heads, keys, windows, dtype, compressed, keep)
     tune.Prefill(block_n=16, columns=64, group=32, stages=3, warps=4, keep="queries"),
 ])  # fmt: skip
 def test_prefill_in_groups(config):
-    """Of 4 queries, of 32 keys."""
+    """Groups of 4 queries, and of 32 keys."""
     windows = [(0, 3), (10, 60), (0, 0), (60, 0), (37, 70), (69, 70), (0, 70), (31, 33), (32, 33)]
     arguments = prefill(9, 32, 70, windows)
     check(run_prefill(arguments, config=config), *prefill_truth(*arguments))
@@ -106,14 +106,14 @@ def test_a_grid_of_parts_of_keys(queries, keys, heads, sms):
     programs, group = tune.prefill_grid(queries, keys, heads, config, sms)
     tiles = -(-queries * heads // config.columns)
     assert group % config.block_n == 0 and group <= config.group
-    assert programs * group >= tiles * keys > (programs - tiles) * group  # all, none for nothing
+    assert programs * group >= tiles * keys > (programs - tiles) * group  # all keys, and no program without any
     assert group >= min(tune.LEAST_KEYS, keys) // 2 or programs <= 2 * tiles
     assert programs >= sms or group <= tune.LEAST_KEYS
 
 
 @KEEP
 def test_prefill_on_either_mma(either_mma, keep):
-    """Every e4m3 value, subnormals too."""
+    """With every e4m3 value, subnormals too."""
     arguments = prefill(2, 16, 256, [(0, 256), (7, 250)])
     codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8).to(DEVICE)
     for x in arguments[:2]:
@@ -124,7 +124,7 @@ def test_prefill_on_either_mma(either_mma, keep):
 
 @KEEP
 def test_prefill_of_strided_arguments(keep):
-    """Also an answer that is too narrow for the windows: what does not fit is left out."""
+    """The answer is narrower than the windows too: columns that do not fit are left out."""
     q, k, scale, weights, ks, ke = prefill(3, 32, 100, [(0, 100), (10, 90), (99, 100)])
     wide_q, wide_k = q.new_zeros(3, 40, 144), k.new_zeros(100, 160)
     wide_q[:, 4:36, 16:], wide_k[:, :128] = q, k
@@ -213,7 +213,7 @@ def test_blocks_far_apart_in_four_dimensions(gap):
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 9])
 def test_any_number_of_programs(sms, monkeypatch):
-    """More or fewer than there are pages, and more requests than lengths are added up at once."""
+    """More or fewer programs than pages. And more requests than the lengths that are added up at once."""
     monkeypatch.setattr(launch, "sm_count", lambda device: sms)
     monkeypatch.setattr(tune, "SCAN", 2)
     arguments = paged([0, 70, 0, 0, 200, 1, 64, 0], next_n=2)
@@ -222,7 +222,7 @@ def test_any_number_of_programs(sms, monkeypatch):
 
 
 def test_lengths_beyond_the_answer_and_the_table():
-    """As a stale length could be: only what has room is read and written."""
+    """A stale length may be like that. Only what has room is read and written."""
     arguments = paged([200, 100])
     for max_len, blocks in ((90, None), (640, 2)):
         q, cache, weights, lens, table = arguments
@@ -324,7 +324,7 @@ def test_cache_of_more_than_2_31_bytes():
 @needs_gpu
 @KEEP
 def test_answer_of_more_than_2_31_values(keep):
-    """2,100 rows of 1,048,576 columns; few keys are seen by the rows that are checked."""
+    """2,100 rows of 1,048,576 columns. The rows that are checked see few keys."""
     queries, keys = 2100, 2**20
     windows = [(keys - 700 + i % 100, keys - i % 50) for i in range(queries)]
     arguments = prefill(queries, 32, keys, windows)
@@ -339,7 +339,7 @@ def test_answer_of_more_than_2_31_values(keep):
 @needs_gpu
 @pytest.mark.parametrize("next_n", [1, 2, 3, 8])
 def test_graph_replay_equals_eager(next_n):
-    """Bit for bit, for other lengths than those of the capture; and nothing compiles after warm-up."""
+    """Bit for bit, for other lengths than the captured ones. Nothing compiles after warm-up."""
     launch.warm_up(32, 64, next_n, 5000, DEVICE)
     before = variants()
     arguments = paged([5000] * 9, next_n=next_n)
@@ -360,7 +360,7 @@ def test_graph_replay_equals_eager(next_n):
 
 
 def variants():
-    """Compiled in this process."""
+    """How many variants this process has compiled."""
     return sum(len(cache[0]) for k in launch.compiled.kernels for cache in k.device_caches.values())
 
 

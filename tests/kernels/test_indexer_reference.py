@@ -14,7 +14,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def brute(q, k, scale, weights):
-    """[M, N] in Python floats' precision, one product at a time over the heads."""
+    """[M, N] in float64, one head after the other."""
     q, k, weights = q.double(), k.double(), weights.double()
     logits = torch.zeros(len(q), len(k), dtype=torch.float64)
     for h in range(q.shape[1]):
@@ -71,7 +71,7 @@ def test_garbage_outside_the_window_does_not_leak():
 
 
 def poisoned_cache(lengths, g, gap=0):
-    """A planar fp8 cache written byte by byte: 255 (NaN as e4m3 and as fp32) wherever no token is."""
+    """A planar fp8 cache, written byte by byte. Bytes without a token are 255 (NaN as e4m3 and as fp32)."""
     block_of = torch.randperm(8 * len(lengths), generator=g).tolist()
     raw = torch.full((len(block_of), 64 * 132 + gap), 255, dtype=torch.uint8)
     table = torch.full((len(lengths), 8), -7, dtype=torch.int32)

@@ -1,6 +1,6 @@
 """Every configuration that the launcher can pick, compiled for sm_120 by the ptxas that Triton carries, without a GPU.
 
-As a script this file compiles what it is told and prints one JSON object per kernel (compile_gate.py).
+As a script this file compiles the jobs on stdin and prints one JSON object per kernel (compile_gate.py).
 """
 
 import hashlib
@@ -18,8 +18,10 @@ Q, OWN, FP32, FP8 = ("bf16", "fp16"), "own", "fp32", "u8"
 
 
 def jobs() -> list[dict]:
-    """All for 12.0, whose PTX is assembled for 12.1 as well; of both kinds of cache one for the rest. A kernel of half
-    a second takes ten to compile: 9.0, 8.9 and 8.0 at both ends of the tables come with GLM5_SHIM_EVERY_RELEASE=1."""
+    """All for 12.0, and its PTX is assembled for 12.1 too. For other cards one of each kind of cache.
+
+    The largest kernels take ten seconds to compile. So 9.0, 8.9 and 8.0 at both ends of the tables are compiled only
+    with GLM5_SHIM_EVERY_RELEASE=1."""
     from shim.kernels.sparse_mla import tune
 
     every = os.environ.get("GLM5_SHIM_EVERY_RELEASE") == "1"
@@ -104,7 +106,7 @@ def compile_one(job: dict) -> dict:
     row = compile_gate.build(function, types, constants, job["cap"], warps, aligned)
     if job["cap"] >= 120:
         ptx = files["ptx"].read_text()
-        code = ptx.partition("\t.file\t")[0]  # debug names follow: paths, of whichever checkout filled Triton's cache
+        code = ptx.partition("\t.file\t")[0]  # debug names follow: paths of the checkout that filled Triton's cache
         row["ptx"] = hashlib.sha256(code.replace(f".target sm_{job['cap']}a", ".target").encode()).hexdigest()
     if job["cap"] == 120:
         row["on_121"] = assembled(ptx, 121)
@@ -114,7 +116,7 @@ def compile_one(job: dict) -> dict:
 
 
 def assembled(ptx: str, capability: int) -> dict:
-    """The resources of what was compiled for 12.0, assembled by Triton's ptxas for another card of its family."""
+    """Assembles PTX for 12.0 by Triton's ptxas for another card of the family, and returns its resources."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
@@ -168,14 +170,14 @@ def test_all_fit_12x(rows, capsys):
     refused = {f"{row['cap']} {row['config']} {row['q']}": why for row in selectable(rows) if row["cap"] >= 120
                and (why := refuse(row))}  # fmt: skip
     assert not refused, json.dumps(refused, indent=1)
-    large = [row for row in rows if row["cap"] == 90 and "from" in row]  # its registers spill: a smaller tile is slower
+    large = [row for row in rows if row["cap"] == 90 and "from" in row]  # registers may spill: smaller tiles are slower
     assert large and all(row["shared"] <= 227 << 10 for row in large), large
     assert {row["cap"] for row in rows} == {120, 121, 90, 89, 80}
     assert all(row["mma"] for row in selectable(rows) if "alone" not in row)
 
 
 def test_apart_repeats_no_product(rows):
-    """As many mma.sync of 16 x 8 x 16 a warp as S and P . K need: Triton would give S the warps of the latent."""
+    """A warp has only the mma.sync of 16 x 8 x 16 that S and P . K need. Else S has the warps of the latent."""
     from shim.kernels.sparse_mla import tune
 
     configs = {row["config"]: row["mma"] for row in rows if row["cap"] == 120 and "heads" in row}
@@ -199,7 +201,7 @@ def test_no_wgmma_waits_for_the_one_before(rows):
 
 
 def test_a_row_is_in_shared_memory_once(rows):
-    """Both products read the tile that was copied; of an fp8 tile Triton 3.8 once made half a copy more, in fp16."""
+    """Both products read the tile that was copied. Triton 3.8 once made a second one of half an fp8 tile, in fp16."""
     from shim.kernels.sparse_mla import tune
 
     seen = [row for row in rows if row["cap"] == 120 and "heads" in row]
@@ -222,7 +224,7 @@ def test_every_plan_was_compiled(rows):
 
 
 def test_121_has_the_ptx_of_120(rows):
-    """So that what is assembled for 12.1 is what Triton would launch there."""
+    """So what is assembled for 12.1 is what Triton would launch on it."""
     (whole,) = (row for row in rows if row["cap"] == 121 and "on_121" not in row)
     assert whole in [{key: row.get(key) for key in whole} for row in rows if "on_121" in row]
 

@@ -1,4 +1,4 @@
-"""`test_sparse_mla_*kernel.py` without a GPU; a file of its own, so that two of these run at a time."""
+"""`test_sparse_mla_*kernel.py` without a GPU. It is a separate file, so that two of these run at a time."""
 
 import interpreted
 

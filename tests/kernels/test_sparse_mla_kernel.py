@@ -23,7 +23,7 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 
 def problem(tokens, heads, columns, kv="bf16", q="bf16", patterns=("full",), lengths=(200, 300), gap=2, seed=0):
-    """Arguments of `sparse_mla`. Shuffled blocks, `gap` rows apart; NaN in every row that no request has."""
+    """Arguments of `sparse_mla`: shuffled blocks, `gap` rows apart, NaN in every row that no request has."""
     g = torch.Generator().manual_seed(seed)
     per_request = [-(-n // PAGE) for n in lengths]
     order = torch.randperm(sum(per_request) + 2, generator=g).tolist()
@@ -46,7 +46,7 @@ def problem(tokens, heads, columns, kv="bf16", q="bf16", patterns=("full",), len
 
 
 def choose(length, columns, pattern, g):
-    """A row of positions: full (repeating, if need be), few, first (-1 first), last, scattered, stale, none."""
+    """A row of positions: full (some may repeat), few, first (begins with -1), last, scattered, stale, none."""
     row = torch.randint(length, (columns,), generator=g, dtype=torch.int32)
     at = torch.arange(columns)
     if pattern == "few":
@@ -65,12 +65,12 @@ def choose(length, columns, pattern, g):
 
 
 def run(inputs, indices, split_q=False, **options):
-    """Our answer, written over poison."""
+    """Our answer, which must overwrite poison."""
     query, store = inputs
     tokens, heads, _ = query.shape
     out = torch.full((tokens, heads, 512), torch.nan, dtype=query.dtype, device=DEVICE)
     lse = torch.full((tokens, heads), torch.nan, device=DEVICE)
-    if split_q:  # as the MLA layer has it: the latent comes from a batched product over heads, rope from a wider tensor
+    if split_q:  # as in the MLA layer: the latent comes from a batched product over heads, rope from a wider tensor
         latent = query[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
         query = (latent, torch.cat([query[..., :64], query[..., 512:]], -1)[..., 64:])
     topk, req_ids, table, seq_lens = indices
@@ -154,7 +154,7 @@ def test_any_number_of_shares(kv, splits):
 @pytest.mark.parametrize("heads, kv", [(64, "bf16"), (40, "fp16")])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_heads_as_rows_of_the_second_product(heads, kv, splits):
-    """What 9.0 launches for 64 heads; by the interpreter anywhere."""
+    """What 9.0 launches for 64 heads. The interpreter runs it on any machine."""
     if GPU and not launch.is_large(torch.device("cuda", 0)):
         pytest.skip("needs the shared memory of 9.0")
     inputs, indices = problem(3, heads, 80, kv, kv, ("full", "scattered", "none"))
@@ -224,7 +224,7 @@ def test_no_tokens_and_bad_arguments():
 
 @pytest.mark.parametrize("sms", [84, 132, 170, 188])
 def test_plans(sms):
-    """Few tokens are shared out until the GPU is full, many are not split; `variants` has whatever serving launches."""
+    """Few tokens are split until the GPU is full, many are not. `variants` has everything that serving launches."""
     for heads in (1, 8, 16, 64, 128):
         for dtype in (torch.bfloat16, torch.uint8):
             plans = {t: tune.configuration(t, heads, dtype, sms) for t in (1, 8, 64, 512, 4096, 8192)}
@@ -237,7 +237,7 @@ def test_plans(sms):
 @needs_gpu
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_offsets_past_2_31(kv):
-    """4,096 tokens over a cache of more than 2^31 values, whose last blocks are used."""
+    """4,096 tokens use the last blocks of a cache of more than 2^31 values."""
     width, dtype = (656, torch.uint8) if kv == "fp8" else (576, torch.bfloat16)
     blocks = 2**31 // (PAGE * width) + 600
     store = torch.empty(blocks, PAGE, width, dtype=dtype, device=DEVICE)
@@ -261,7 +261,7 @@ def test_offsets_past_2_31(kv):
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_graph_replay_equals_eager(tokens, kv):
-    """Bit for bit, also for other indices than those of the capture; and nothing compiles after warm-up."""
+    """Bit for bit, also for other indices than the captured ones. Nothing compiles after warm-up."""
     inputs, indices = problem(tokens, 8, 2048, kv, lengths=(5000, 3000))
     launch.warm_up(8, torch.bfloat16, inputs[1].dtype, PAGE, 512, DEVICE)
     before = launch.compiled.count()
@@ -285,7 +285,8 @@ def test_graph_replay_equals_eager(tokens, kv):
 
 
 @needs_gpu
-def test_a_variant_after_warm_up_is_told_once(caplog):
+def test_a_variant_after_warm_up_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM sets it to False, and caplog needs it
     launch.warm_up(8, torch.bfloat16, torch.bfloat16, PAGE, 512, DEVICE)
     inputs, indices = problem(1, 8, 96)
     odd = tune.Config(block_k=16, block_n=8, tile=128, stages=4, warps=2, per_sm=2)
@@ -293,6 +294,5 @@ def test_a_variant_after_warm_up_is_told_once(caplog):
         for _ in range(2):
             run(inputs, indices)
             run(inputs, indices, plan=tune.AttentionPlan(odd, 1))
-    assert [
-        r.message for r in caplog.records if "after warm-up" in r.message and "block_k=16" in r.message
-    ].__len__() == 1
+    late = [r for r in caplog.records if "after warm-up" in r.message and "block_k=16" in r.message]
+    assert len(late) == 1

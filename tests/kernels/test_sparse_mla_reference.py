@@ -1,4 +1,4 @@
-"""The sparse MLA reference against dense, masked softmax attention in float64, computed another way."""
+"""The sparse MLA reference against dense, masked softmax attention in numpy's float64."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SCALE = 256**-0.5
 
 
 def paged(lengths: list[int], generator: torch.Generator, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor, list]:
-    """A cache of shuffled blocks, `gap` rows apart, NaN where no token is; its block table; the plain rows."""
+    """A cache of shuffled blocks, `gap` rows apart, with NaN in every row without a token; block table; plain rows."""
     per_request = [-(-n // BLOCK) for n in lengths]
     order = torch.randperm(sum(per_request) + 3, generator=generator).tolist()
     cache = torch.full((len(order), BLOCK + gap, 576), torch.nan)[:, :BLOCK]
@@ -30,7 +30,7 @@ def paged(lengths: list[int], generator: torch.Generator, gap: int = 0) -> tuple
 
 
 def dense(q: torch.Tensor, rows: list[torch.Tensor], topk: torch.Tensor, req_ids: torch.Tensor) -> tuple:
-    """All rows of the request are scored in numpy float64; those not chosen get weight 0."""
+    """Scores all rows of the request in numpy's float64. Rows that are not chosen get weight 0."""
     out, lse = np.zeros((*q.shape[:2], 512)), np.full(q.shape[:2], -np.inf)
     for t in range(len(q)):
         k = rows[int(req_ids[t])].double().numpy()
@@ -101,7 +101,7 @@ def test_one_row_is_its_own_answer():
 
 def test_an_absent_token_is_not_read():
     cache, table, rows = paged([65], torch.Generator().manual_seed(7))
-    cache[table[0, 0], 0] = torch.nan  # where a careless clamp of -1 would look
+    cache[table[0, 0], 0] = torch.nan  # the row that a careless clamp of -1 would read
     topk = torch.tensor([[-1, 64, -1], [-1, -1, -1], [2, -1, 64]], dtype=torch.int32)
     out, lse = sparse_mla(torch.randn(3, 2, 576), cache, topk, torch.zeros(3, dtype=torch.long), table, SCALE)
     assert out.isfinite().all() and lse[[0, 2]].isfinite().all()
@@ -145,7 +145,7 @@ def test_half_precision_rows_count_as_what_they_hold(dtype):
 
 
 def fp8_row(latent: np.ndarray, scales: np.ndarray, rope: torch.Tensor) -> bytes:
-    """656 bytes put together by hand; `latent` holds e4m3 bit patterns."""
+    """The 656 bytes of a row. `latent` has bit patterns of e4m3."""
     return latent.tobytes() + scales.astype("<f4").tobytes() + rope.view(torch.uint8).numpy().tobytes()
 
 
@@ -192,7 +192,7 @@ def test_packing_keeps_values_to_fp8_precision(magnitude, seed):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"q": torch.zeros(2, 8, 512)}, "q is"),
         ({"cache": torch.zeros(1, 64, 656)}, "cache is"),
@@ -201,7 +201,7 @@ def test_packing_keeps_values_to_fp8_precision(magnitude, seed):
         ({"req_ids": torch.zeros(3, dtype=torch.int32)}, "do not fit 2 tokens"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(change, says):
+def test_shapes_that_do_not_fit_are_refused(change, message):
     good = {
         "q": torch.zeros(2, 8, 576),
         "cache": torch.zeros(1, 64, 576),
@@ -210,5 +210,5 @@ def test_shapes_that_do_not_fit_are_refused(change, says):
         "block_table": torch.zeros(1, 1, dtype=torch.int32),
     }
     sparse_mla(**good, scale=1.0)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         sparse_mla(**(good | change), scale=1.0)

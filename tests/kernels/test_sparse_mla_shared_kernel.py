@@ -1,5 +1,6 @@
-"""Gathers that neighbouring tokens share: unions against Python's sets, answers against the reference, on a GPU or
-under the interpreter (test_sparse_mla_interpreted.py)."""
+"""Gathers that neighbouring tokens share. Unions are compared with Python's sets, answers with the reference.
+
+It runs on a GPU or under the interpreter (test_sparse_mla_interpreted.py)."""
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from shim.kernels.sparse_mla.overlap import overlapping_indices
 from shim.kernels.sparse_mla.union import Unions
 
 LENGTHS = (300, 200)
-# groups of 8 on any card, what only a larger shared memory takes, and 12.x; by the interpreter all of them run anywhere
+# bf16: groups of 8 for any card, the plan for a larger shared memory, and that for 12.x. The interpreter runs them all
 CONFIGS = {
     "bf16": [tune.Config(16, 64, 128, 4, 8, 1, group=8), tune.SHARED_LARGE[False][8], tune.SHARED[False][8]],
     "fp8": [tune.SHARED_LARGE[True][8], tune.Config(16, 16, 64, 4, 4, 1, group=2)],
@@ -18,8 +19,8 @@ CONFIGS = {
 
 
 def neighbours(tokens, heads=8, columns=64, kv="bf16", q="bf16", keep=0.9, switch=None, seed=0, lengths=LENGTHS):
-    """As `problem`, but tokens of one request stand side by side, the second request from token `switch` on, and their
-    positions, each once, overlap."""
+    """As `problem`, but tokens of one request stand side by side, and their positions overlap and are distinct. The
+    second request begins at token `switch`."""
     inputs, (topk, req_ids, table, seq_lens) = problem(tokens, heads, columns, kv, q, lengths=lengths, seed=seed)
     switch = tokens // 2 + 1 if switch is None else switch
     g = torch.Generator().manual_seed(seed)
@@ -51,7 +52,7 @@ def test_equals_reference(tokens, kv, number):
         pytest.skip("needs the shared memory of 9.0")
     inputs, indices = neighbours(tokens, kv=kv, seed=tokens)
     workspace = shared(tokens, 8, inputs[1].dtype, config)
-    for _ in range(2):  # nothing of one call is left for the next
+    for _ in range(2):  # one call leaves nothing that changes the next
         check(run(inputs, indices, workspace=workspace, sharing=config), truth(inputs, indices))
 
 
@@ -133,7 +134,7 @@ def test_sharing_is_for_many_neighbours_only(monkeypatch):
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("large", [True, False])
 def test_warm_up_covers_long_prompts(monkeypatch, kv, large):
-    """All that kernels are compiled for: of a prefill's shared launch, and of the one for what is left."""
+    """All constants of the kernels: those of a prefill's shared launch, and of the launch for the other tokens."""
     seen = set()
 
     class Kernel:
@@ -176,7 +177,7 @@ def test_bad_arguments():
 @needs_gpu
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_a_long_prompt_and_its_graph(kv):
-    """2,048 tokens of a prompt of 262,209; the same bits from a graph, for other indices too; nothing compiles late."""
+    """2,048 tokens of a prompt of 262,209. Its graph gives the same bits, also for other indices."""
     length, tokens = 262_209, 2048
     inputs, (topk, req_ids, table, seq_lens) = problem(8, 8, 2048, kv, lengths=(length, 64))
     g = torch.Generator(DEVICE).manual_seed(0)
@@ -199,7 +200,7 @@ def test_a_long_prompt_and_its_graph(kv):
         graph.replay()
         eager = run(inputs, indices, workspace=workspace, neighbours=tokens)
         assert torch.equal(out, eager[0]) and torch.equal(lse, eager[1])
-        assert (workspace.unions.counts >= 0).float().mean() > 0.98  # not the group where the end meets the beginning
+        assert (workspace.unions.counts >= 0).float().mean() > 0.98  # roll() puts the last tokens beside the first
         want = truth((query[some], inputs[1]), (topk[some], req_ids[some], table, seq_lens))
         check((out[some], lse[some]), want)
     assert launch.compiled.count() == before

@@ -1,6 +1,6 @@
 """Every configuration that the launcher can pick, compiled for sm_120 by the ptxas that Triton carries, without a GPU.
 
-As a script this file compiles what it is told and prints one JSON object per kernel (compile_gate.py).
+As a script this file compiles the jobs on stdin and prints one JSON object per kernel (compile_gate.py).
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def test_all_fit_12x(rows, capsys):
 
 
 def test_every_plan_was_compiled(rows):
-    """`plan` cannot return anything that is not in the table, and fills an SM as it says."""
+    """`plan` returns only what is in the table, and an SM holds `per_sm` programs of it."""
     from shim.kernels.topk import tune
 
     compiled = {(row["kernel"], row["config"]): row for row in rows if row["cap"] == 120 and "change" not in row}

@@ -21,7 +21,7 @@ import triton.language as tl  # noqa: E402
 
 from shim.kernels.topk import kernel, launch, reference, tune  # noqa: E402
 
-if not GPU:  # the interpreter adds up what the threads counted one thread at a time
+if not GPU:  # the interpreter adds up the threads' counts one thread at a time
     for plans in (tune.SHARED, tune.WHOLE):
         plans.update({sample: replace(config, warps=2) for sample, config in plans.items()})
 DEVICE = "cuda" if GPU else "cpu"
@@ -43,7 +43,7 @@ def sampled(length):
 
 
 def values(pattern, length, seed=0):
-    """One row. The last three have a sample that says nothing of the row: all larger, or all smaller, than the rest."""
+    """One row. The samples of the last three mislead: all their logits are larger, or smaller, than the rest."""
     g = torch.Generator().manual_seed(seed)
     normal = torch.randn(length, generator=g)
     if pattern == "indexer":  # sums of products that are cut at 0
@@ -76,7 +76,7 @@ def values(pattern, length, seed=0):
 
 
 def run(rows, k, starts=None, gap=5, out_gap=3, **options):
-    """Rows with NaN, inf and large numbers around them, and an answer written over poison."""
+    """Our answer, which must overwrite poison. The rows have NaN and inf around them."""
     rows = [r.to(DEVICE) for r in rows]
     lengths = torch.tensor([len(r) for r in rows], dtype=torch.int32, device=DEVICE)
     first = starts if starts is not None else [0] * len(rows)
@@ -114,7 +114,7 @@ def test_lengths(k):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns(pattern):
-    """Rows that are selected from as they are, sampled by one program, and by several."""
+    """A row that fits the buffer, and one with a sample, of one program and of several."""
     rows = [values(pattern, 3000), values(pattern, MISSED if pattern.startswith("misses") else 9001)]
     for k, plan in ((2048, WHOLE), (2048, SHARED)):
         check(rows, k, run(rows, k, plan=plan))
@@ -123,7 +123,7 @@ def test_patterns(pattern):
 
 
 def test_the_samples_that_miss_do():
-    """`_enough` sees too few, or more than the buffer holds: not what these rows are for if it did not."""
+    """These rows exist so that `_enough` finds too few logits, or more than the buffer holds."""
     k = 2048
     for pattern in ("misses_high", "misses_low", "misses_low_equal"):
         row = values(pattern, MISSED)
@@ -142,7 +142,7 @@ def threshold(keys, total, least, most, out, SIZE: tl.constexpr, WIDTH: tl.const
 
 @pytest.mark.parametrize("pattern", ["indexer", "ties", "nan", "any_bits", "masked"])
 def test_thresholds(pattern):
-    """By itself: `_enough` and `_select_tied` make any answer right that a wrong threshold leaves behind."""
+    """`_threshold` alone. In a kernel `_enough` and `_select_tied` would correct the answer of a wrong threshold."""
     row = torch.cat([values(pattern, 3000), torch.tensor([torch.nan, -torch.inf, 0.0])])
     bits = row.view(torch.int32)
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -174,7 +174,7 @@ def test_a_window_ends_with_its_row():
 
 @pytest.mark.parametrize("next_n", range(1, 9) if GPU else (1, 2, 5, 8))
 def test_next_n(next_n):
-    """One length for next_n rows, the last of which has it all; and a length for each."""
+    """One length for next_n rows, which is that of the last row; and a length for each row."""
     g = torch.Generator().manual_seed(next_n)
     lengths = torch.tensor([3, 40, 0], dtype=torch.int32)
     logits = torch.randn(3 * next_n, 50, generator=g)
@@ -230,7 +230,7 @@ def test_no_rows_and_bad_arguments():
 
 
 def test_a_workspace_serves_again():
-    """What one call leaves behind does not reach the next: fewer rows, other values, all counters zero."""
+    """One call leaves nothing that changes the next: fewer rows, other values. All counters are zero."""
     workspace = launch.Workspace(3, 20_000, DEVICE, sms=132)
     for pattern, lengths in (("normal", (9000, 70, 8500)), ("ties", (9500,)), ("normal", (9000, 70))):
         rows = [values(pattern, n, seed=n) for n in lengths]
@@ -245,8 +245,8 @@ def test_few_long_rows_are_shared_and_short_or_many_are_not(sms):
 
 
 @pytest.mark.parametrize(("most_rows", "most_columns"), [(8, 20_480), (64, 20_480), (64, 8192), (512, 1 << 20)])
-def test_warm_up_and_workspace_cover_whatever_serving_launches(most_rows, most_columns):
-    """Also for a small server, all of whose rows are shared but the short ones."""
+def test_warm_up_and_workspace_cover_all_that_serving_launches(most_rows, most_columns):
+    """Also for a small server, which shares all rows but the short ones."""
     for sms in (84, 132, 170, 188):
         warm = {(plan.config, plan.parts > 1) for _, _, plan in launch.variants(most_rows, most_columns, sms)}
         workspace = launch.Workspace(most_rows, most_columns, "meta", sms)
@@ -294,7 +294,7 @@ def test_offsets_past_2_31(rows):
 @needs_gpu
 @pytest.mark.parametrize("rows, columns", [(1, 1 << 20), (8, 131_072), (64, 65_536), (64, 8192), (600, 20_000)])
 def test_graph_replay_equals_eager(rows, columns):
-    """On inputs that change from replay to replay; nothing compiles after warm-up, every counter is zero again."""
+    """Inputs change from replay to replay. Nothing compiles after warm-up, and every counter is zero again."""
     launch.warm_up(2048, 600, 1 << 20, DEVICE)
     before = launch.compiled.count()
     workspace = launch.Workspace(600, 1 << 20, DEVICE)
@@ -326,7 +326,7 @@ def test_graph_replay_equals_eager(rows, columns):
 
 @needs_gpu
 def test_an_empty_rest_costs_nothing():
-    """5,000 columns take about as long in a row that could hold 1,048,576 as in one that could hold 8,192."""
+    """5,000 columns take about the same time in rows that could hold 1,048,576 and 8,192."""
     times = []
     lengths = torch.tensor([5000], dtype=torch.int32, device=DEVICE)
     for columns in (8192, 1 << 20):

@@ -1,4 +1,4 @@
-"""The demo's server, played by a script: what is left when the demo itself is killed."""
+"""The demo with a script in the place of its server: no process is left when the demo itself is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shim.ledger import running
 
 ROOT = Path(__file__).parents[2]
 
-# ready at once, with a child of its own; neither ends when it is asked to, as vLLM's processes now and then
+# It is ready at once and has a child. Like vLLM's processes at times, neither ends by SIGTERM or SIGINT.
 SERVER = """
 import os, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -24,7 +24,7 @@ class Ready(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 child = os.fork()
-signal.alarm(60)  # nothing is left even where this test fails
+signal.alarm(60)  # both end even if this test fails
 if not child:
     signal.pause()
 print("pids", os.getpid(), child, flush=True)

@@ -157,11 +157,10 @@ def test_no_warning_without_reason(wrap):
     ],
 )
 def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, installed, message):
-    from click.testing import CliRunner
+    from command_line import invoke
 
     from shim import upstream
     from shim.commands import wrap
-    from shim.commands.cli import main
 
     for name in [name for name in os.environ if name.startswith("GLM5_SHIM")]:
         monkeypatch.delenv(name)
@@ -169,7 +168,7 @@ def test_a_release_that_is_not_supported_is_refused_by_name(monkeypatch, install
     monkeypatch.setattr(upstream, "version", lambda name: installed)
     monkeypatch.setattr(upstream, "UNSUPPORTED", {"0.16.1": "its registry is another"})
     monkeypatch.setattr(wrap.os, "execve", lambda *arguments: ran.append(arguments))
-    done = CliRunner().invoke(main, ["wrap", "true"])
+    done = invoke(["wrap", "true"])
     assert done.stderr == (f"glm5-shim: {message}\n" if message else "")
     assert (done.exit_code, len(ran)) == ((127, 0) if message else (0, 1))
 

@@ -1,4 +1,4 @@
-"""What the indexer's tests share: nothing chosen yet, our launchers as stand-ins, and a real torch op namespace."""
+"""Fixtures of the indexer's tests: no choice made yet, stand-ins for our launchers, a real torch op namespace."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def chosen(monkeypatch):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Stand-ins for both launchers, which take what the real ones take; what they were asked."""
-    asked = []
+    """Stand-ins for both launchers, which take the same arguments as the real ones. The list of their calls."""
+    calls = []
 
     def launcher(name, **functions):
         real = importlib.import_module(f"shim.kernels.{name}.launch")
@@ -49,7 +49,7 @@ def kernels(monkeypatch):
     def noted(name, function, real):
         def run(*args, **kwargs):
             inspect.signature(real).bind(*args, **kwargs)
-            asked.append((name, args, kwargs))
+            calls.append((name, args, kwargs))
             return function(*args, **kwargs)
 
         return run
@@ -67,13 +67,13 @@ def kernels(monkeypatch):
     launcher("topk", topk=topk, warm_up=lambda *a: None, Workspace=lambda *a: "workspace")
     monkeypatch.delitem(sys.modules, "shim.indexer.triton", raising=False)
     monkeypatch.delattr(sys.modules["shim.indexer"], "triton", raising=False)
-    yield asked
+    yield calls
     sys.modules.pop("shim.indexer.triton", None)
 
 
 @pytest.fixture(scope="module")
 def library_of_ops():
-    """The ops of 0.24 in torch.ops._C; each notes that it ran."""
+    """The ops of 0.24 in torch.ops._C. The list of those that ran."""
     ran = []
     library = torch.library.Library("_C", "FRAGMENT")
     rest = "Tensor ends, Tensor! indices, int rows, int s0, int s1, int k) -> ()"
@@ -94,7 +94,7 @@ def library_of_ops():
 
 @pytest.fixture
 def real_ops(library_of_ops):
-    """As if they had never been looked up, before the test and after it."""
+    """The ops of `library_of_ops`, as if nobody had looked them up yet, before the test and after it."""
 
     def forget():
         for name in indexer_topk.ADAPTERS:

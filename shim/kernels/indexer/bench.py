@@ -3,8 +3,8 @@
     python -m shim.kernels.indexer.bench [--json FILE] [--heads 32] [--only prefill | paged]
     python -m shim.kernels.indexer.bench --sweep      # configurations around tune's, best first
 
-Times are medians of CUDA-event pairs around replays of a captured graph after L2 was written over (`time_us` of
-sparse_mla's bench). Native: DeepGEMM by way of `vllm.utils.deep_gemm`, whose schedule of a decode step is not timed.
+Times are medians of CUDA-event pairs around replays of a captured graph; L2 is overwritten before each
+(`stopwatch.time_us`). Native is DeepGEMM through `vllm.utils.deep_gemm`. Its schedule of a decode step is not timed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def native_prefill(
     ks: torch.Tensor,
     ke: torch.Tensor,
 ) -> Run | None:
-    """vLLM's prefill kernel on the arguments of `launch.mqa_logits`; None without one. 0.33.0's is compressed."""
+    """vLLM's prefill kernel on the arguments of `launch.mqa_logits`, or None. That of 0.33.0 is compressed."""
     function = _native("fp8_fp4_mqa_logits", "fp8_mqa_logits")
     if function is None:
         return None
@@ -62,7 +62,7 @@ def native_paged(
     block_table: torch.Tensor,
     max_len: int,
 ) -> Run | None:
-    """vLLM's decode kernel on the arguments of `launch.paged_mqa_logits` (lengths [B]); None without one."""
+    """vLLM's decode kernel on the arguments of `launch.paged_mqa_logits` (lengths [B]), or None."""
     function = _native("fp8_fp4_paged_mqa_logits", "fp8_paged_mqa_logits")
     if function is None:
         return None
@@ -104,7 +104,7 @@ class PrefillCase:
         ke = keys - queries + 1 + torch.arange(queries, dtype=torch.int32, device="cuda") if causal else ks + keys
         self.arguments = (q, k, scale, weights, ks, ke)
         self.visible = ke
-        self.work = 256 * heads * int(ke.sum()) / 1e6  # of a us: TFLOP/s
+        self.work = 256 * heads * int(ke.sum()) / 1e6  # divided by us: TFLOP/s
         self.unit = "TFLOP/s"
         self.out = torch.empty(queries, keys, device="cuda")
 
@@ -135,7 +135,7 @@ class PagedCase:
         table = torch.randperm(PAGES, generator=g, device="cuda")[: batch * keys // 64].int().view(batch, -1)
         self.arguments = (q, self.cache, weights, lens, table, keys)
         self.visible = (lens[:, None] - next_n + 1 + torch.arange(next_n, device="cuda")).flatten()
-        self.work = batch * keys * reference.FP8_TOKEN_BYTES / 1e3  # of a us: GB/s
+        self.work = batch * keys * reference.FP8_TOKEN_BYTES / 1e3  # divided by us: GB/s
         self.unit = "GB/s"
         self.out = torch.empty(batch * next_n, keys, device="cuda")
 
@@ -178,9 +178,9 @@ def error(case: Case, got: torch.Tensor, count: int = 4) -> float:
 
 
 def agreement(case: Case, ours: torch.Tensor, native: torch.Tensor) -> float:
-    """Ours against native on every valid column, in the same measure."""
+    """As `error`, of ours against native, on every valid column."""
     worst = 0.0
-    for i in range(0, len(ours), 256):  # a bounded part of up to 1 GB
+    for i in range(0, len(ours), 256):  # in parts, as the logits are up to 1 GB
         a, b = ours[i : i + 256], native[i : i + 256, : ours.shape[1]]
         valid = torch.arange(a.shape[1], device="cuda") < case.visible[i : i + 256, None]
         scale = torch.where(valid, a, 0).abs().amax(1)
@@ -202,7 +202,7 @@ def compare(case: Case) -> dict[str, Any]:
             row["difference"] = agreement(case, case.out, native())
             row["native_us"] = time_us([native])
             row["ratio"] = row["ours_us"] / row["native_us"]
-    except Exception as problem:  # not for this card or case: said in the table
+    except Exception as problem:  # not for this card or case: the table says so
         row["native"] = f"{type(problem).__name__}: {problem}"[:100]
     return row
 
@@ -220,7 +220,7 @@ def paged_configs() -> Iterable[tune.Paged]:
 
 
 def compile_first(job: tuple[Config, int]) -> None:
-    """Puts one configuration into Triton's cache on disk: in processes of their own, since one takes seconds."""
+    """Puts one configuration into Triton's cache on disk. Several processes do this, because one takes seconds."""
     config, heads = job
     try:
         q = torch.zeros(1, 1, heads, 128, device="cuda").to(FP8)
@@ -230,12 +230,12 @@ def compile_first(job: tuple[Config, int]) -> None:
         else:
             cache = torch.zeros(1, 64, reference.FP8_TOKEN_BYTES, dtype=torch.uint8, device="cuda")
             launch.paged_mqa_logits(q, cache, w, one[0], one - 1, 64, config=config)
-    except Exception:  # told by `sweep`
+    except Exception:  # `sweep` will report it
         return
 
 
 def sweep(case: Case, configs: Iterable[Config]) -> list[dict[str, Any]]:
-    """Every configuration that compiles and is right, fastest first."""
+    """Times every configuration that compiles and is right; the fastest is first."""
     found = []
     for config in configs:
         try:

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The indexer's scores on the GPU: logit[m, n] = k_scale[n] * sum_h w[m, h] * relu(q[m, h] . k[n]).
 
-Keys stand on the MMA's row side, (query, head) on its column side, so that most of the sum over heads stays within a
-thread, and the fp32 work is one maximum and one FMA for 2 * 128 operations of the MMA:
+Keys are the rows of the MMA, (query, head) its columns. So most of the sum over heads stays within a thread, and the
+fp32 work is one maximum and one FMA for 2 * 128 operations of the MMA:
 
     S [BLOCK_N, COLUMNS] = K [BLOCK_N, 128] . Q^T [128, COLUMNS]        COLUMNS = queries * heads of one product
 
@@ -15,8 +15,8 @@ import triton.language as tl
 DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
 
-# No variant per value (1, a multiple of 16) or per alignment of these. Strides of q, k and the cache are counted in 16
-# bytes, which tells the compiler as much; the caller checks it.
+# Triton makes no variants by value (1, a multiple of 16) or by alignment of these. Strides of q, k and the cache are
+# counted in 16 bytes, which tells the compiler as much. The caller checks it.
 _MQA_ANY = [
     "k_scale", "w", "ks", "ke", "out", "queries", "keys", "width", "compressed", "group",
     "q_m", "q_h", "k_n", "w_m", "w_h", "out_m",
@@ -29,8 +29,10 @@ _PAGED_ANY = [
 
 @triton.jit
 def _operand(x):
-    """What enters the MMA: e4m3 as it is, or as fp16 (exact) where a card lacks it and it came as uint8: exponent and
-    mantissa move into place, and a product makes up for the bias, also of subnormals. (NaN becomes 480.)"""
+    """The MMA's operand. e4m3 stays as it is, unless it comes as uint8, for a card whose MMA does not take e4m3.
+
+    Then it becomes fp16, which is exact: exponent and mantissa are shifted into place, and a product corrects the bias,
+    also of subnormals. (NaN becomes 480.)"""
     if x.dtype == tl.uint8:
         wide = x.to(tl.uint16)
         value = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -48,8 +50,10 @@ def _scores(k, q, w, HEADS: tl.constexpr):
 
 @triton.jit
 def _scores_in_a_chain(k, q, w, HEADS: tl.constexpr):
-    """As `_scores`, where all warps stand along the keys: of 8 neighbouring columns a thread holds two, the same two in
-    every 8. Those it adds up one by one, all FMA; of a sum over the axis Triton 3.8 makes a tree with half as many."""
+    """As `_scores`, if all warps stand along the keys. Of every 8 neighbouring columns a thread holds the same two.
+
+    A thread adds up its own columns one by one, all in FMA. Triton 3.8 turns a sum over the axis into a tree with half
+    as many FMA."""
     s = tl.maximum(tl.dot(k, tl.trans(q)), 0.0)
     ROWS: tl.constexpr = s.shape[1] // HEADS
     OWN: tl.constexpr = HEADS // 4
@@ -84,7 +88,8 @@ def mqa_keep_keys(
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program keeps BLOCK_N keys and streams those of GROUP queries that see any of them. `compressed`: 0 or 1.
-    For mma.sync, whose warps stand along the keys only where columns are few."""
+
+    For mma.sync: its warps stand along the keys only if there are few columns."""
     ROWS: tl.constexpr = COLUMNS // HEADS
     UNIT: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth  # values in 16 bytes
     tiles = tl.cdiv(keys, BLOCK_N)
@@ -133,8 +138,10 @@ def mqa_keep_queries(
     group,
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program keeps the queries of COLUMNS and streams those of `group` keys (whole BLOCK_N) that any of them sees.
-    `compressed`: 0 or 1. For wgmma, whose columns are many: the weights are loaded once."""
+    """One program keeps COLUMNS // HEADS queries and streams those of `group` keys that any of them sees.
+
+    `group` is a multiple of BLOCK_N. `compressed`: 0 or 1. For wgmma, which takes many columns: the weights are loaded
+    once."""
     ROWS: tl.constexpr = COLUMNS // HEADS
     UNIT: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth  # values in 16 bytes
     tiles = tl.cdiv(queries, ROWS)
@@ -172,7 +179,7 @@ def mqa_keep_queries(
 
 @triton.jit
 def _lengths(lens, b, batch, counts, limit, lens_b, lens_j):
-    """Keys of requests `b`: of their longest row."""
+    """How many keys each of the requests `b` has: those of its longest row."""
     length = tl.zeros_like(b)
     for j in range(counts):
         length = tl.maximum(length, tl.load(lens + b * lens_b + j * lens_j, mask=b < batch, other=0))
@@ -181,7 +188,7 @@ def _lengths(lens, b, batch, counts, limit, lens_b, lens_j):
 
 @triton.jit
 def _length(lens, counts, limit, lens_j):
-    """Keys of one request."""
+    """How many keys one request has."""
     length = 0
     for j in range(counts):
         length = tl.maximum(length, tl.load(lens + j * lens_j))
@@ -196,17 +203,18 @@ def paged_mqa(
     w_r, w_h, lens_b, lens_j, table_b, out_r,  # in values
     HEADS: tl.constexpr, COLUMNS: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The pages of all requests, one after the other, are dealt out evenly to the programs, whatever the lengths.
+    """The pages of all requests, one after the other, are divided evenly among the programs, whatever the lengths.
 
-    counts: 1 or next_n, lengths of a request; groups: of COLUMNS // HEADS rows, each goes through all pages; limit:
-    keys that the answer and the table have room for.
+    counts: how many lengths a request has, 1 or next_n
+    groups: of COLUMNS // HEADS rows of a request. Each group goes through all pages
+    limit:  how many keys the answer and the table have room for
     """
     ROWS: tl.constexpr = COLUMNS // HEADS
     group = tl.program_id(0) % groups  # programs side by side share their keys in L2
     share = tl.program_id(0) // groups
     request = 0  # the one that `page` is of
     before = 0  # pages before it
-    if batch == 1:  # two scans and five sums less
+    if batch == 1:  # saves two scans and five sums
         total = tl.cdiv(_length(lens, counts, limit, lens_j), PAGE)
     else:
         total = 0

@@ -1,5 +1,7 @@
-"""The host side of the indexer's scores: checks and launch. No host sync, nothing allocated but the answer, and grids
-that depend on shapes alone, so that a captured graph serves any lengths."""
+"""The host side of the indexer's scores: checks, plan, launch. No host sync, and no allocation but the answer.
+
+Grids depend on shapes alone, so a captured graph serves any lengths.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from shim.kernels.indexer import kernel, tune
 from shim.kernels.indexer.reference import BLOCK, DIM, FP8_TOKEN_BYTES
 
 FP8 = torch.float8_e4m3fn
-INTERPRETED = (12, 0)  # what a CPU under the interpreter counts as
+INTERPRETED = (12, 0)  # the capability of a CPU with the interpreter
 interpreter.mend()
 compiled = Compiled("indexer", kernel.mqa_keep_keys, kernel.mqa_keep_queries, kernel.paged_mqa)
 
@@ -32,17 +34,17 @@ def mqa_logits(
 ) -> torch.Tensor:
     """Scores of queries against one run of keys (prefill): `reference.mqa_logits`, on a GPU.
 
-    q:       [M, H, 128] e4m3, bf16 or fp16; H is 16, 32 or 64; strides of whole 16 bytes, as of k
-    k:       [N, 128] of q's dtype
+    q:       [M, H, 128] e4m3, bf16 or fp16; H is 16, 32 or 64; strides are multiples of 16 bytes
+    k:       [N, 128] of q's dtype; strides as those of q
     k_scale: fp32 [N]
     weights: fp32 [M, H], any strides
     ks, ke:  int32 [M], row m sees keys ks <= n < ke
     out:     fp32 [M, columns], any row stride
     compressed_columns: None: N columns, column n is key n. W: W columns, column j of row m is key ks[m] + j
-    config:  another than `tune.prefill`'s (tuning, tests)
+    config:  in place of `tune.prefill`'s (tuning, tests)
 
-    Returns fp32 [M, columns] with a row stride of whole 16 bytes. Only what a row sees is written, the rest is left as
-    it was. ValueError names an argument that does not fit.
+    Returns fp32 [M, columns]; without `out` its row stride is a multiple of 16 bytes. Only what a row sees is written,
+    the rest stays as it was. ValueError names an argument that does not fit.
     """
     function, launch = _prefill(
         form(q), form(k), form(k_scale), form(weights), form(ks), form(ke), None if out is None else form(out),
@@ -54,7 +56,7 @@ def mqa_logits(
         function[(launch.programs,)](
             _operand(q), _operand(k), k_scale, weights, ks, ke, out, *launch.numbers, out.stride(0), **launch.options
         )
-        compiled.tell(launch)
+        compiled.report(launch)
     return out
 
 
@@ -70,19 +72,19 @@ def paged_mqa_logits(
 ) -> torch.Tensor:
     """Scores of each request's newest `next_n` tokens against its cached keys (decode): `reference.paged_mqa_logits`.
 
-    q:            [B, next_n, H, 128] e4m3, next_n 1 to 8; H is 16, 32 or 64; strides of whole 16 bytes
+    q:            [B, next_n, H, 128] e4m3, next_n 1 to 8; H is 16, 32 or 64; strides are multiples of 16 bytes
     cache:        uint8 [blocks, 64, 132] or [blocks, 64, 1, 132], planar (`reference.read_blocks`); blocks may lie
-                  further apart than their size, by whole 16 bytes
+                  further apart than their size, by a multiple of 16 bytes
     weights:      fp32 [B * next_n, H], any strides
-    context_lens: int32 [B] or [B, 1]: row j sees len - next_n + 1 + j keys; or [B, next_n]: each row's own count. A row
-                  that sees none is neither read for nor written
+    context_lens: int32 [B] or [B, 1]: row j sees len - next_n + 1 + j keys; or [B, next_n]: each row's own count.
+                  Nothing is read or written for a row that sees no key
     block_table:  int32 [B, blocks of a request]; entries behind a request's length are not read
     max_len:      columns of the answer
     out:          fp32 [B * next_n, max_len], any row stride
-    config:       another than `tune.paged`'s (tuning, tests)
+    config:       in place of `tune.paged`'s (tuning, tests)
 
-    Returns fp32 [B * next_n, max_len] with a row stride of whole 16 bytes. Only what a row sees is written, the rest is
-    left as it was. ValueError names an argument that does not fit.
+    Returns fp32 [B * next_n, max_len]; without `out` its row stride is a multiple of 16 bytes. Only what a row sees is
+    written, the rest stays as it was. ValueError names an argument that does not fit.
     """
     launch = _paged(
         form(q), form(cache), form(weights), form(context_lens), form(block_table), None if out is None else form(out),
@@ -95,12 +97,12 @@ def paged_mqa_logits(
             _operand(q), _operand(cache.view(FP8)), weights, context_lens, block_table, out,
             *launch.numbers, out.stride(0), **launch.options,
         )  # fmt: skip
-        compiled.tell(launch)
+        compiled.report(launch)
     return out
 
 
 def warm_up(heads: int, max_requests: int, next_n: int, max_len: int, device: torch.device | str) -> None:
-    """Launches every variant that fp8 serving with up to `next_n` tokens a request can pick, so that it is compiled and
+    """Launches every variant that fp8 serving with up to `next_n` tokens a request can use. So all are compiled and
     loaded before a graph is captured. No variant depends on `max_requests` or `max_len`, so the launches are small."""
     device = torch.device(device)
     length = min(BLOCK, max_len)
@@ -158,7 +160,7 @@ def _prefill(
 
 
 def prefill_kernel(config: tune.Prefill, heads: int) -> tuple[Any, dict[str, int]]:
-    """The kernel that `config` is of, and what it is compiled for."""
+    """The kernel that `config` belongs to, and its constants."""
     constants = {"HEADS": heads, "BLOCK_N": config.block_n, "COLUMNS": config.columns, "STAGES": config.stages}
     if config.keep == "keys":
         return kernel.mqa_keep_keys, constants | {"GROUP": config.group}
@@ -213,7 +215,7 @@ def _paged(
 
 
 def _answer(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Top-k wants rows of whole 16 bytes."""
+    """New memory whose rows are multiples of 16 bytes apart, as top-k needs them."""
     whole = torch.empty(rows, -(-columns // 4) * 4, dtype=torch.float32, device=device)
     return whole if whole.shape[1] == columns else whole[:, :columns]
 
@@ -224,7 +226,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _operand(x: torch.Tensor) -> torch.Tensor:
-    """As bytes, for the kernel to convert to fp16, where the MMA does not take fp8."""
+    """e4m3 as bytes if this GPU's MMA does not take e4m3: the kernel converts them to fp16."""
     return x.view(torch.uint8) if x.dtype == FP8 and _capability(x.device) < (8, 9) else x
 
 

@@ -1,9 +1,9 @@
-"""The DSA indexer's scores in plain torch: the truth that every kernel is judged by, and what the CPU runs.
+"""The DSA indexer's scores in plain torch. Every kernel is judged by them, and the CPU runs them.
 
     logit[m, n] = k_scale[n] * sum_h w[m, h] * relu(q[m, h] . k[n])
 
-The softmax scale, heads**-0.5 and q's own scale are folded into w. Source: DeepSeek-V3.2's `fp8_index`; the interface
-is that of DeepGEMM's `fp8_mqa_logits` and `fp8_paged_mqa_logits`.
+w includes the softmax scale, heads**-0.5 and q's own scale. Source: DeepSeek-V3.2's `fp8_index`. The interface is that
+of DeepGEMM's `fp8_mqa_logits` and `fp8_paged_mqa_logits`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def mqa_logits(
     """Scores of queries against one run of keys (prefill).
 
     q:       [M, H, 128], fp8 or any float
-    k:       [N, 128], likewise
+    k:       [N, 128], fp8 or any float
     k_scale: [N], or None for keys that were never quantised
     weights: [M, H]
     ks, ke:  int [M], row m sees keys ks <= n < ke
-    dtype:   what to compute in
+    dtype:   computes in this type
 
     Returns [M, N] of `dtype`, -inf outside the window. ValueError for shapes that do not fit together.
     """
@@ -65,14 +65,14 @@ def paged_mqa_logits(
     """Scores of the newest `next_n` tokens of each request against its cached keys (decode).
 
     q:            [B, next_n, H, 128], fp8 or any float
-    cache:        uint8 [blocks, 64, 132] (or [blocks, 64, 1, 132]), planar, see `read_blocks`; or unquantised keys
-                  [blocks, block_size, 128]
+    cache:        uint8 [blocks, 64, 132] or [blocks, 64, 1, 132], planar (`read_blocks`); or unquantised keys [blocks,
+                  block_size, 128]
     weights:      [B * next_n, H]
     context_lens: int [B] or [B, 1]: row j sees len - next_n + 1 + j keys; or [B, next_n]: each row's own count
     block_table:  int32 [B, max_blocks]
     max_len:      columns of the answer
 
-    Returns [B * next_n, max_len] of `dtype`, -inf where there is no key.
+    Returns [B * next_n, max_len] of `dtype`, -inf for columns without a key.
     """
     batch, next_n = q.shape[:2]
     lens = context_lens.reshape(batch, -1)
@@ -105,7 +105,7 @@ def read_keys(
 def read_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole uint8 blocks [B, 64, 132] as fp8 keys [B, 64, 128] and fp32 scales [B, 64].
 
-    The shape says 132 bytes a token, but a block is planar: 64 keys of 128 bytes, then 64 scales of 4 bytes.
+    The shape suggests 132 bytes a token. But a block is planar: 64 keys of 128 bytes, then 64 scales of 4 bytes.
     """
     planes = blocks.reshape(blocks.shape[0], BLOCK * FP8_TOKEN_BYTES)
     k, k_scale = torch.split(planes, [BLOCK * DIM, BLOCK * 4], dim=1)

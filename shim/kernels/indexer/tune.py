@@ -1,8 +1,25 @@
-"""How the indexer's kernels are launched. Everything here fits 12.x: 101,376 bytes, no spill (8 bytes of PAGED_MMA with
-Triton 3.7.1). For 12.1 Triton 3.6 makes fp16 products of fp8 ones, as exact, and two programs of PAGED_MMA fit an SM.
+"""How the indexer's kernels are launched. Everything here fits 12.x: 101,376 bytes, no spill.
 
-`tests/kernels/test_indexer_compiles.py` compiles all of it; `bench --sweep` measures the neighbours. Reasons that begin
-with "predicted" await a measurement.
+Exceptions: PAGED_MMA spills 8 bytes with Triton 3.7.1. For 12.1 Triton 3.6 makes fp16 products of fp8 ones, which are
+as exact, and two programs of PAGED_MMA fit an SM.
+
+`tests/kernels/test_indexer_compiles.py` compiles all of it. `bench --sweep` measures the neighbours. "Predicted"
+reasons await a measurement.
+
+| configuration | measured | figure | why |
+|---|---|---|---|
+| PREFILL_MMA | predicted | 32 QMMA of 16 cycles beside 178 other instructions of a warp | bound by the MMA |
+| | | 98 registers, 42 KB | two programs of 8 warps share an SM |
+| | | 256 keys | they fetch half as much of Q from L2 as 128 keys do |
+| PREFILL_MMA_64 | predicted | 42 KB, 248 registers | 64 heads are one query. Two programs of 4 warps share an SM |
+| PREFILL_WGMMA | H200, 4,096 x 65,536, us | 2,397 to 2,561 causal, 2,670 to 2,735 full | |
+| PREFILL_WGMMA, 3 stages or 128 keys | H200, 4,096 x 65,536 | within 3 % | |
+| 128 keys kept, 128 columns | H200, 4,096 x 65,536, us | 2,770 to 3,160 | not taken |
+| 128 keys kept, 64 or 256 columns | H200, 4,096 x 65,536, us | 3,100 to 3,380 | not taken |
+| PAGED_MMA | predicted | two pages in each of 3 programs are 50 KB an SM | bound by bytes. 1.79 TB/s need about 10 KB |
+| | | 64 columns: 3 programs an SM, by registers | all programs must be resident at once |
+| PAGED_WGMMA | H200, 64 x 65,536 | 3.7 TB/s | within 2 % of DeepGEMM |
+| PAGED_WGMMA, 128 columns, 7 or 9 stages, 6 programs | H200, 64 x 65,536 | within 1 % | |
 """
 
 from __future__ import annotations
@@ -18,8 +35,8 @@ SCAN = 128  # requests whose lengths a program of the paged kernel adds up at on
 class Prefill:
     block_n: int  # keys of one MMA product
     columns: int  # of one MMA product: queries * heads
-    group: int  # what a program streams past what it keeps: queries, or at most so many keys
-    stages: int  # buffers of what it streams, and one
+    group: int  # how many queries a program streams, or at most how many keys
+    stages: int  # buffers of what it streams, plus one
     warps: int
     keep: Literal["keys", "queries"] = "keys"
 
@@ -27,27 +44,19 @@ class Prefill:
 @dataclass(frozen=True)
 class Paged:
     columns: int  # at most: rows * heads of one MMA product
-    stages: int  # a table entry, then its page: 3: one page in shared memory, 5: two, 7: three
+    stages: int  # 3: one page in shared memory, 5: two, 7: three. A table entry is loaded before its page
     warps: int
     per_sm: int  # programs per SM
 
 
-# Triton puts all warps along the keys, so that no sum over heads crosses warps, only if block_n >= columns * warps.
-# predicted: bound by the MMA, whose 32 QMMA of 16 cycles a warp stand against 178 other instructions; 98 registers and
-# 42 KB let two programs of 8 warps share an SM, and 256 keys halve what 128 fetch of Q from L2
+# Triton puts all warps along the keys only if block_n >= columns * warps. Then no sum over heads crosses warps.
 PREFILL_MMA = Prefill(block_n=256, columns=32, group=128, stages=3, warps=8)
-# predicted: 64 heads are one query; two programs of 4 warps (42 KB, 248 registers) share an SM
 PREFILL_MMA_64 = Prefill(block_n=256, columns=64, group=128, stages=2, warps=4)
-# H200: 4,096 x 65,536 in 2,397 to 2,561 us causal, 2,670 to 2,735 full; 3 stages or 128 keys are within 3 %; what keeps
-# 128 keys by 128 columns takes 2,770 to 3,160, 64 or 256 columns 3,100 to 3,380
 PREFILL_WGMMA = Prefill(block_n=64, columns=128, group=8192, stages=4, warps=4, keep="queries")
-LEAST_KEYS = 128  # that a program goes through
-PREFILL_PER_SM = 16  # programs, where parts of at least so many keys make as many
+LEAST_KEYS = 128  # of a program
+PREFILL_PER_SM = 16  # programs, if each still has LEAST_KEYS
 
-# predicted: bound by bytes; two pages in flight in each of 3 programs are 50 KB an SM, and 1.79 TB/s need about 10. All
-# programs must be resident at once: 3 of 64 columns are, by registers
 PAGED_MMA = Paged(columns=64, stages=5, warps=4, per_sm=3)
-# H200: 64 x 65,536 at 3.7 TB/s, within 2 % of DeepGEMM; 128 columns, 7 or 9 stages and 6 programs an SM are within 1 %
 PAGED_WGMMA = Paged(columns=64, stages=5, warps=4, per_sm=4)
 
 
@@ -58,7 +67,7 @@ def prefill(heads: int, capability: tuple[int, int]) -> Prefill:
 
 
 def prefill_grid(queries: int, keys: int, heads: int, config: Prefill, sms: int) -> tuple[int, int]:
-    """Programs, and what each streams (`config.group`, or fewer keys where few queries would leave SMs idle)."""
+    """How many programs, and what each streams: `config.group`, or fewer keys if few queries would leave SMs idle."""
     if config.keep == "keys":
         return -(-keys // config.block_n) * -(-queries // config.group), config.group
     tiles = -(-queries // (config.columns // heads))
@@ -72,6 +81,6 @@ def paged(capability: tuple[int, int]) -> Paged:
 
 
 def paged_columns(heads: int, next_n: int, config: Paged) -> int:
-    """Columns of one MMA product: as many of a request's rows as fit, a power of two."""
+    """Columns of one MMA product: as many rows of a request as fit. A power of two."""
     rows = 1 << (next_n - 1).bit_length()
     return max(heads, min(config.columns, rows * heads))

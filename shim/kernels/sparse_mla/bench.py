@@ -4,8 +4,8 @@
     python -m shim.kernels.sparse_mla.bench --check
     python -m shim.kernels.sparse_mla.bench --tune --heads 8 --tokens 1 64 4096 --kv bf16
 
-Times are medians of CUDA-event pairs around replays of a captured graph, over `SETS` query and index sets in turn, on a
-cache larger than L2: what a layer of a decode step sees (FlashInfer's way). Ceiling: bytes a second of a plain gather.
+Times are medians of CUDA-event pairs around replays of a captured graph. `SETS` query and index sets take turns, on a
+cache larger than L2, as in a layer of a decode step (FlashInfer's way). The ceiling is the rate of a plain gather.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ SETS = 4
 
 
 class Case:
-    """Random queries and indices over one request of `ROWS` rows, whose blocks are shuffled. `keep`: indices of
-    neighbouring tokens share as much (`overlap.py`); None: uniformly random ones."""
+    """Random queries and indices over one request of `ROWS` rows, whose blocks are shuffled.
+
+    keep: the share of its indices that a token has of its neighbour (`overlap.py`); None: uniformly random indices
+    """
 
     def __init__(self, tokens: int, heads: int, kv: str, seed: int = 0, keep: float | None = None) -> None:
         self.tokens, self.heads, self.kv = tokens, heads, kv
@@ -81,7 +83,7 @@ class Case:
         return [one(s) for s in range(SETS)]
 
     def error(self, got: torch.Tensor, s: int = 0, count: int = 8) -> float:
-        """Of `got` against the reference in float64, on a few tokens."""
+        """The relative error of `got` against the reference in float64, on a few tokens."""
         some = torch.linspace(0, self.tokens - 1, min(count, self.tokens), device="cuda").long()
         want, want_lse = reference.sparse_mla(
             self.q[s][some], self.cache, self.topk[s][some], self.req_ids[some], self.table, SCALE, torch.float64
@@ -113,7 +115,7 @@ def compare(tokens: int, heads: int, kv: str, keep: float | None = None) -> dict
         try:
             runs = [make(case.q[s], case.cache, case.slots[s], SCALE) for s in range(SETS)]
             result = runs[0]()
-        except Exception as error:  # not in this vLLM, or not for this case: said in the table
+        except Exception as error:  # not in this vLLM, or not for this case: the table says so
             row[name] = f"{type(error).__name__}: {error}"[:120]
             continue
         row[f"{name}_error"] = case.error(result)
@@ -130,7 +132,7 @@ def compare(tokens: int, heads: int, kv: str, keep: float | None = None) -> dict
 
 
 def neighbours(config: tune.Config, fp8: bool) -> Iterator[tune.Config]:
-    """Configurations around one. What does not compile or fit is reported and passed over by `tune_case`."""
+    """Configurations around one. `tune_case` reports and skips those that do not compile or fit."""
     tiles = (64,) if fp8 else (64, 128)
     heads = sorted({config.block_n, max(8, config.block_n // 2), config.block_n * 2}) if config.block_n > 8 else (8,)
     for block_k, block_n, tile, stages, warps in itertools.product((16, 32, 64), heads, tiles, (4, 7), (2, 4, 8)):
@@ -139,7 +141,7 @@ def neighbours(config: tune.Config, fp8: bool) -> Iterator[tune.Config]:
 
 
 def compile_first(job: tuple[tune.Config, int, str]) -> None:
-    """Puts one configuration into Triton's cache on disk: in processes of their own, since one takes seconds."""
+    """Puts one configuration into Triton's cache on disk. Several processes do this, because one takes seconds."""
     config, heads, kv = job
     q = torch.ones(1, heads, 576, dtype=torch.bfloat16, device="cuda")
     width, dtype = (656, torch.uint8) if kv == "fp8" else (576, torch.bfloat16)
@@ -149,7 +151,7 @@ def compile_first(job: tuple[tune.Config, int, str]) -> None:
         try:
             topk = torch.full((1, COLUMNS), -1, dtype=torch.int32, device="cuda")
             launch.sparse_mla(q, cache, topk, one[0] - 1, one - 1, one[0], 1.0, plan=tune.AttentionPlan(config, splits))
-        except Exception:  # told by `tune_case`
+        except Exception:  # `tune_case` will report it
             return
 
 

@@ -1,29 +1,29 @@
 # mypy: ignore-errors
 """Sparse MLA on the GPU. One program of `attend` is one token, one group of heads and one share of the token's row.
 
-A tile of cache rows is copied to shared memory once, as K^T [512, BLOCK_K], and enters both products from there:
+A tile of cache rows is copied to shared memory once, as K^T [512, BLOCK_K]. Both products read that copy:
 
     S     [N, BLOCK_K]  = Q [N, 576] . K^T [576, BLOCK_K]
     acc^T [512, N]     += K^T [512, BLOCK_K] . P^T [BLOCK_K, N]     "swap-AB": heads on the MMA's 8-column side
 
-so that 8 heads fill the larger product and its accumulators. With SWAP off it is acc [N, 512] += P . K, as S has it:
-wgmma takes 64 heads as rows, and neither P nor its sums have to be turned. (For mma.sync Triton gives up cp.async
-then.) Swapping the first too (S^T = K . Q^T) would read the tile in both orientations: Triton 3.6 then gives up
-cp.async for it and makes a second copy (seen in the TTGIR). QK at 8 heads fills half of its MMA instead; the kernel is
-bound by the gather.
+Swap-AB makes 8 heads fill the second product, which is the larger one, and its accumulators. With SWAP off the second
+product is acc [N, 512] += P . K: wgmma takes 64 heads as rows, and neither P nor its sums have to be transposed. (For
+mma.sync Triton drops cp.async in that form.) The first product is never swapped. S^T = K . Q^T would read the tile in
+both orientations, and Triton 3.6 then drops cp.async and makes a second copy (seen in the TTGIR). So at 8 heads the
+first product fills half of its MMA. The kernel is bound by the gather.
 
-Triton arranges the warps of products that feed each other alike, here all along the latent, and warps repeat each
-other's S. With APART each product of S (fp8: each pair) stands in a branch of its own, where Triton arranges warps for
-it alone. The branches are always taken; each has a condition of its own, or they would be merged. It takes registers:
-tune.py.
+Triton gives one arrangement of warps to products that feed each other. Here all warps stand along the latent, so they
+repeat each other's S. With APART each product of S (fp8: each pair) stands in a branch of its own, and Triton arranges
+the warps for it alone. The branches are always taken. Each has its own condition, because Triton would merge equal
+ones. APART takes registers: tune.py.
 
-The latent is taken in pieces, because an fp8 row has one scale per 128 values. e4m3 values enter the MMA as they are,
-exact in fp16: the scale multiplies the fp32 partial score, and goes into P for the output. The query meets them as
-fp16, over a power of two of its own that keeps it in range; P as fp16, over the largest scale of the tile.
+The latent is taken in pieces, because an fp8 row has one scale per 128 values. e4m3 values enter the MMA unscaled, as
+fp16, which is exact. The scale multiplies the partial score in fp32. For the output it is part of P. The query is fp16,
+divided by a power of two for each head that keeps it in range. P is fp16, divided by the largest scale of the tile.
 
-With GROUP > 1 a program is a group of neighbouring tokens instead: it walks the union of their rows once (`union.py`),
-and each row counts for the tokens that chose it. GROUP times the heads then fill the MMA, and a row that all of them
-chose is gathered once.
+With GROUP > 1 a program is a group of neighbouring tokens. It goes once through the union of their rows (`union.py`),
+and each row counts for the tokens that chose it. GROUP times the heads then fill the MMA, and a row that several
+tokens chose is gathered once.
 
 Sources: DeepSeek's FlashMLA (sparse decode: one latent for keys and values, softmax in base 2); flash-decoding (split-K
 whose shares leave normalised outputs and an LSE); FlashAttention 2 (online softmax).
@@ -37,8 +37,8 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 TINY: tl.constexpr = tl.constexpr(1.0e-30)  # a divisor that is not 0
 FAR: tl.constexpr = tl.constexpr(-1.0e30)  # "minus infinity" that can be subtracted from itself
 
-# No variant per value (1, a multiple of 16) or per alignment of these. Strides are counted in 16 bytes, which tells the
-# compiler as much; the caller checks it, and the alignment of the other pointers.
+# Triton makes no variants by value (1, a multiple of 16) or by alignment of these. Strides are counted in 16 bytes,
+# which tells the compiler as much. The caller checks it, and the alignment of the other pointers.
 _ATTEND_ANY = [
     "topk", "req_ids", "table", "seq_lens", "counts", "lse", "tokens", "heads", "columns", "span", "splits",
     "q_latent_t", "q_latent_n", "q_rope_t", "q_rope_n", "cache_block", "cache_row", "topk_t", "table_r",
@@ -51,11 +51,11 @@ _MERGE_ANY = ["lse", "heads", "splits", "out_t", "out_n", "lse_t", "lse_n"]
 def _e4m3_half(two, ODD: tl.constexpr, CVT: tl.constexpr):
     """The even or the odd values, as fp16, of words of two e4m3 values. Exact; a NaN stays one only with CVT.
 
-    CVT: by the conversion that GPUs of capability 8.9 and up have. Else by hand: exponent and mantissa move into place,
-    and a product makes up for the bias, also of subnormals.
+    CVT: by the conversion that GPUs of capability 8.9 and up have. Else by hand: exponent and mantissa are shifted into
+    place, and a product corrects the bias, also of subnormals.
 
-    One half a call. An operation that returned both would cost a second tile in shared memory with Triton 3.8: it
-    reads the first result from the tile of words that was copied, and writes the second one to a tile of its own.
+    A call returns one half. An operation that returned both would cost a second tile in shared memory with Triton 3.8:
+    it reads the first result from the tile of words that was copied, and writes the second one to a new tile.
     """
     if CVT:
         return tl.inline_asm_elementwise(
@@ -86,8 +86,8 @@ def _e4m3(bits):
 
 @triton.jit
 def _values_of(piece, TILE: tl.constexpr, FP8: tl.constexpr):
-    """Which latent values piece `piece` holds. fp8 is loaded in words of two values, so one piece takes the even ones
-    of 128 and the next the odd ones."""
+    """Which latent values piece `piece` holds. fp8 is loaded in words of two values: one piece has the even values of
+    128, the next piece has the odd ones."""
     if FP8:
         return (piece // 2) * 128 + 2 * tl.arange(0, 64) + piece % 2
     else:
@@ -101,7 +101,7 @@ def _query(q, row, d, mask):
 
 @triton.jit
 def _in_fp16(q, PIECES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Each head's query over the power of two below its largest value, which is returned too."""
+    """The power of two below each head's largest value, and the query divided by it, as fp16."""
     largest = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(PIECES):
         largest = tl.maximum(largest, tl.max(tl.abs(q[i].to(tl.float32)), 1))
@@ -115,7 +115,7 @@ def _in_fp16(q, PIECES: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _last_chosen(row, first, stop, length, SCAN: tl.constexpr):
-    """The column behind the last chosen one in [first, stop): rows are mostly padded with -1 at their end."""
+    """The column behind the last chosen one in [first, stop). Most rows are padded with -1 at their end."""
     last = first
     for start in range(first, stop, SCAN):
         column = start + tl.arange(0, SCAN)
@@ -139,13 +139,13 @@ def attend(
 ):  # fmt: skip
     """Share `split` is columns [split * span, split * span + span) of the row. It writes attention over these alone.
 
-    GROUP > 1: `topk` holds entries of unions, position * 256 + one bit per token of the group, and `counts` how many;
-    a group without a union (count -1) is left to a launch with LEFT, the tokens of a group, which does only those.
+    GROUP > 1: `topk` holds entries of unions (position * 256 + one bit per token of the group), and `counts` how many.
+    A group without a union has count -1 and is skipped. A second launch with LEFT = tokens of a group does only those.
     """
     HEADS: tl.constexpr = BLOCK_N // GROUP
     HEAD: tl.constexpr = 1 if SWAP else 0  # axis of the accumulators
     groups = tl.cdiv(heads, HEADS)
-    pid = tl.program_id(0)  # groups of one token run side by side: their rows meet in L2
+    pid = tl.program_id(0)  # head groups of one token run side by side and find its rows in L2
     group = pid % groups
     split = (pid // groups) % splits
     which = (pid // groups // splits).to(tl.int64)  # a token, or a group of tokens
@@ -171,7 +171,7 @@ def attend(
         length = tl.load(seq_lens + request)
         first = split * span
         stop = tl.minimum(first + span, columns)
-        if span > SCAN // 2:  # else it costs more than the few tiles that it can save
+        if span > SCAN // 2:  # for shorter shares the search costs more than the tiles that it saves
             stop = _last_chosen(row, first, stop, length, SCAN)
 
     row_latent = n * q_latent_n
@@ -198,14 +198,14 @@ def attend(
     for _ in tl.static_range(PIECES):
         acc += (tl.zeros([TILE, BLOCK_N] if SWAP else [BLOCK_N, TILE], tl.float32),)
 
-    # Always one round, if with nothing chosen: where there may be none, the accumulators of both ways are copied behind
-    # the loop, and ptxas then makes each wgmma wait for the one before (its note C7515).
+    # At least one round, even if nothing is chosen: if there might be none, the accumulators would be copied behind the
+    # loop, and ptxas would then make each wgmma wait for the one before (its note C7515).
     end = stop
     if not SWAP:
         end = tl.maximum(stop, first + 1)
         tl.assume(first < end)
-    # The pipeliner shares STAGES - 1 out to three loads that feed each other: position, block, rows. 4: one tile of
-    # rows in shared memory; 7: two.
+    # The pipeliner divides STAGES - 1 among three loads that feed each other: position, block, rows. STAGES 4 keeps one
+    # tile of rows in shared memory, 7 keeps two.
     for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK_K)
         position = tl.load(row + column, mask=column < stop, other=-1)
@@ -279,7 +279,7 @@ def attend(
                 faded += (tl.dot(k[i], weight, old) if SWAP else tl.dot(weight, tl.trans(k[i]), old),)
         acc = faded
 
-    full = total > 0  # the largest score alone adds 1; none chosen: out 0, lse -inf
+    full = total > 0  # the largest score alone adds 1. Nothing chosen: out 0, lse -inf
     inverse = tl.expand_dims(tl.where(full, 1.0 / tl.where(full, total, 1.0), 0.0), 1 - HEAD)
     out += t * out_t * 8 + split * out_s * 8
     for i in tl.static_range(PIECES):
@@ -298,8 +298,8 @@ def merge(
 ):  # fmt: skip
     """One program is BLOCK_D outputs of one head of one token: the sum of its shares, up to SHARES.
 
-    part_out: fp32 [T, splits, heads, 512], part_lse: fp32 [T, splits, heads], contiguous. All loads are under way
-    together: what counts is how long one takes.
+    part_out: fp32 [T, splits, heads, 512], part_lse: fp32 [T, splits, heads], both contiguous. All loads are in flight
+    at the same time, so the time is that of one load.
     """
     PIECES: tl.constexpr = 512 // BLOCK_D
     pid = tl.program_id(0).to(tl.int64)
@@ -325,7 +325,7 @@ def merge(
 
 @triton.jit
 def gather(cache, slots, out, WORDS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """`bench.py`'s ceiling: reads chosen rows of WORDS int32 and only adds them up, so that no load is left out."""
+    """The ceiling of `bench.py`: reads the chosen rows of WORDS int32. It adds them up, so that no load is removed."""
     pid = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + pid * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     word = tl.arange(0, PADDED)

@@ -22,7 +22,7 @@ interpreter.mend()
 
 
 class Tensors(NamedTuple):
-    """All tensors of one call of `sparse_mla`, which has their shapes. q is its latent and its rope."""
+    """All tensors of one call. Shapes are in `sparse_mla`; latent and rope are the parts of q."""
 
     latent: torch.Tensor
     rope: torch.Tensor
@@ -46,14 +46,14 @@ class Tensors(NamedTuple):
     def arguments(
         self, chosen: torch.Tensor, counts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """The first ten of `kernel.attend`. chosen: `topk`, or the entries of unions with their counts."""
+        """The first ten arguments of `kernel.attend`. chosen: top-k positions, or entries of unions."""
         return (
             self.latent, self.rope, self.cache, chosen, self.req_ids, self.block_table, self.seq_lens, counts, out, lse,
         )  # fmt: skip
 
 
 class Forms(NamedTuple):
-    """The forms of `Tensors`: all that checks and plans depend on."""
+    """The forms of `Tensors`. Checks and plans depend on nothing else of them."""
 
     latent: Form
     rope: Form
@@ -67,7 +67,7 @@ class Forms(NamedTuple):
 
 
 class Workspace:
-    """What the shares of a row leave for the merge: fp32, one address for as long as graphs are replayed."""
+    """Memory for the results of shares, which the merge reads: fp32. Graphs need its address to stay."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class Workspace:
         sms: int | None = None,
         positions: int = 0,
     ) -> None:
-        """Large enough for every call of up to `max_tokens` tokens. ValueError comes from `check`, if it is not.
+        """Large enough for every call of up to `max_tokens` tokens. For larger ones `check` raises ValueError.
 
-        positions: the most of a request; 0: neighbouring tokens share no gathers
+        positions: the most positions of a request. 0: neighbouring tokens share no gathers
         """
         device = torch.device(device)
         count = sms or sm_count(device)
@@ -122,24 +122,24 @@ def sparse_mla(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends from each token to its chosen rows: `reference.sparse_mla`, on a GPU.
 
-    q:           [T, N, 576] bf16 or fp16, or (latent [T, N, 512], rope [T, N, 64]); any strides of whole 16 bytes
+    q:           [T, N, 576] bf16 or fp16, or (latent [T, N, 512], rope [T, N, 64]); strides are multiples of 16 bytes
     cache:       [blocks, page, 576] of q's dtype, or uint8 [blocks, page, 656] (`fp8_ds_mla`); rows and blocks may lie
                  further apart than their size
-    topk:        int32 [T, K], positions within the token's own request; -1, anywhere, is no token, and so is a
-                 position that is not below the request's `seq_lens` (padded rows hold stale ones)
+    topk:        int32 [T, K], positions within the token's own request. -1, at any place, is no token. A position that
+                 is not below the request's `seq_lens` is none either: padded rows hold stale ones
     req_ids:     int32 [T], row of `block_table` and `seq_lens` for each token
     block_table: int32 [R, blocks of a request]
     seq_lens:    int32 [R]
     scale:       softmax scale, natural-log units
-    out, lse:    [T, N, 512] of q's dtype and fp32 [T, N], to be written
-    workspace:   for T that are split; without it memory is allocated. Needed where gathers are shared
-    neighbours:  how many tokens of a request stand side by side, on average; from two groups on they share gathers, if
-                 there are enough tokens
-    plan:        another than `tune.configuration`'s (tuning, tests)
-    sharing:     another than `tune.sharing`'s (tuning, tests)
+    out, lse:    [T, N, 512] of q's dtype and fp32 [T, N]; the answer is written to them
+    workspace:   for rows that are split. Without it memory is allocated. Shared gathers need one
+    neighbours:  how many tokens of a request stand side by side, on average. From two groups on, and with enough
+                 tokens, they share gathers
+    plan:        in place of `tune.configuration`'s (tuning, tests)
+    sharing:     in place of `tune.sharing`'s (tuning, tests)
 
-    Returns out and the natural-log LSE. A token with no chosen row: 0 and -inf. ValueError names an argument that does
-    not fit.
+    Returns out and the natural-log LSE. A token without chosen rows has 0 and -inf. ValueError names an argument that
+    does not fit.
     """
     latent, rope = (q[..., :LATENT], q[..., LATENT:]) if isinstance(q, torch.Tensor) else q
     device = latent.device
@@ -158,7 +158,7 @@ def sparse_mla(
         sharing = sharing if sharing is not None and neighbours >= 2 * sharing.group else None
     if sharing is not None:
         if workspace is None or workspace.unions is None:
-            raise ValueError("gathers can be shared in a workspace with positions only")
+            raise ValueError("shared gathers need a workspace: give one with positions")
         _attend_shared(tensors, forms, scale, sharing, call.plan.config, workspace.unions)
         return out, lse
     shares, share_lse = out, lse
@@ -175,15 +175,16 @@ def sparse_mla(
     )
     if call.merge is not None:
         kernel.merge[(call.merge.programs,)](shares, share_lse, out, lse, *call.merge.numbers, **call.merge.options)
-    compiled.tell(call)
+    compiled.report(call)
     return out, lse
 
 
 def _attend_shared(
     tensors: Tensors, forms: Forms, scale: float, sharing: tune.Config, alone: tune.Config, unions: union.Unions
 ) -> None:
-    """Launches groups that have a union by `sharing`, and the tokens of the others by `alone`. It takes as many groups
-    at a time as `unions` has memory for."""
+    """Attends with `sharing` for groups that have a union, with `alone` for the tokens of the others.
+
+    It takes as many groups at a time as `unions` has memory for."""
     if sharing.group != unions.group:
         raise ValueError(f"sharing is by {sharing.group} tokens, the workspace for {unions.group}")
     with_unions = forms._replace(topk=form(unions.entries))
@@ -199,7 +200,7 @@ def _attend_shared(
             kernel.attend[(launch.programs,)](
                 *part.arguments(chosen, counts, part.out, part.lse), scale, *launch.numbers, **launch.options
             )
-            compiled.tell(launch)
+            compiled.report(launch)
 
 
 class _Call(NamedTuple):
@@ -211,7 +212,7 @@ class _Call(NamedTuple):
 
 @lru_cache(maxsize=512)  # the forms of a prefill are those of one step, in all layers
 def _call(forms: Forms, plan: tune.AttentionPlan | None, sms: int, large: bool) -> _Call | None:
-    """Checks and plans `sparse_mla`. None: there is nothing to do."""
+    """Checks and plans `sparse_mla`. None if there is nothing to do."""
     _check(forms)
     _check_output(forms)
     tokens, heads, _ = forms.latent.shape
@@ -234,8 +235,11 @@ def _call(forms: Forms, plan: tune.AttentionPlan | None, sms: int, large: bool) 
 
 @lru_cache(maxsize=512)
 def _attend(forms: Forms, tokens: int, config: tune.Config, span: int, splits: int, left: int = 0) -> Launch:
-    """`kernel.attend` for `tokens` of a call's tokens, in shares of `span` columns. forms.topk: of the unions' entries
-    if config.group > 1; left: the kernel's LEFT."""
+    """Plans `kernel.attend` for `tokens` of a call's tokens, in shares of `span` columns.
+
+    forms: topk is the form of the unions' entries if config.group > 1
+    left:  the kernel's LEFT
+    """
     latent, rope, cache, topk, _, block_table, _, out, lse = forms
     heads = latent.shape[1]
     unit = 16 // cache.dtype.itemsize
@@ -256,14 +260,14 @@ def _attend(forms: Forms, tokens: int, config: tune.Config, span: int, splits: i
 
 
 def merge_constants(splits: int) -> dict[str, int]:
-    """What `kernel.merge` is compiled for: one variant for each power of two."""
+    """The constants of `kernel.merge`: one variant for each power of two."""
     shares = triton.next_power_of_2(splits)
     return {"SHARES": shares, "BLOCK_D": min(LATENT, tune.MERGE_VALUES // shares)}
 
 
 @lru_cache
 def constants(config: tune.Config, cache_dtype: torch.dtype, page: int, cvt: bool, left: int = 0) -> dict[str, Any]:
-    """What `kernel.attend` is compiled for. `cvt`: this GPU converts e4m3 by itself (8.9 and up)."""
+    """The constants of `kernel.attend`. cvt: the GPU has an instruction that converts e4m3 (8.9 and up)."""
     return {
         "PAGE": page, "BLOCK_K": config.block_k, "BLOCK_N": config.block_n, "TILE": config.tile,
         "PIECES": LATENT // config.tile, "FP8": cache_dtype == torch.uint8, "CVT": cvt, "SCAN": tune.SCAN,
@@ -275,7 +279,7 @@ def constants(config: tune.Config, cache_dtype: torch.dtype, page: int, cvt: boo
 def variants(
     heads: int, cache_dtype: torch.dtype, max_tokens: int, sms: int, columns: int = 2048, large: bool = False
 ) -> Iterator[tuple[int, tune.AttentionPlan]]:
-    """One token count, with its plan, for everything of its own that calls of up to `max_tokens` tokens compile."""
+    """A token count with its plan for each variant that calls of up to `max_tokens` tokens compile."""
     seen = set()
     for tokens in range(1, max_tokens + 1):
         plan = tune.configuration(tokens, heads, cache_dtype, sms, columns, large)
@@ -312,7 +316,7 @@ def warm_up(
         launch(tokens, plan=plan)
     if sharing := tune.sharing(max_tokens, heads, cache_dtype, is_large(device)):
         workspace = Workspace(tune.SHARE_FROM, heads, cache_dtype, device, columns, positions=page)
-        launch(tune.SHARE_FROM, workspace=workspace, sharing=sharing)  # fewer tokens have other plans for what is left
+        launch(tune.SHARE_FROM, workspace=workspace, sharing=sharing)  # fewer tokens have other plans for the rest
     compiled.warm(device)
     return count
 
@@ -324,7 +328,7 @@ def _converts(device: torch.device) -> bool:
 
 @lru_cache
 def is_large(device: torch.device) -> bool:
-    """Has this GPU the shared memory of 9.0?"""
+    """Does this GPU have the shared memory of 9.0?"""
     if device.type != "cuda":
         return False
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 227 << 10
@@ -334,7 +338,7 @@ def _check(forms: Forms) -> None:
     latent, rope, cache, topk, req_ids, block_table, seq_lens, _, _ = forms
     if len(latent.shape) != 3 or latent.shape[2] != LATENT or rope.shape != (*latent.shape[:2], ROPE):
         raise ValueError(
-            f"q is {list(latent.shape)} and {list(rope.shape)}, expected [T, N, {LATENT}] and ditto {ROPE}"
+            f"q is {list(latent.shape)} and {list(rope.shape)}, expected [T, N, {LATENT}] and [T, N, {ROPE}]"
         )
     if latent.dtype not in _TYPES or rope.dtype != latent.dtype:
         raise ValueError(f"q is {latent.dtype} and {rope.dtype}, expected bfloat16 or float16")
@@ -376,6 +380,6 @@ def _check_output(forms: Forms) -> None:
 def _check_alignment(name: str, given: Form) -> None:
     if not given.in_16_bytes:
         raise ValueError(
-            f"{name} is {given}: its last dimension must be contiguous, all else whole 16 bytes (rows are read and "
-            "written 16 bytes at a time)"
+            f"{name} is {given}: its last dimension must be contiguous, its address and other strides multiples of "
+            "16 bytes (rows are read and written 16 bytes at a time)"
         )

@@ -1,7 +1,8 @@
-"""vLLM's own sparse MLA kernels, called as its backends call them (0.26.0), for `bench.py` to measure against.
+"""vLLM's own sparse MLA kernels, called as its backends call them (0.26.0). `bench.py` compares with them.
 
-Each takes q [T, N, 576], the cache [blocks, page, C] and slots int32 [T, K] (global rows: the backends' conversion of
-indices is not timed), and returns a function that gives out [T, N, 512]. It raises where the case is not the kernel's.
+Each function takes q [T, N, 576], the cache [blocks, page, C] and slots int32 [T, K] (global rows: the backends'
+conversion of indices is not timed). It returns a function that returns out [T, N, 512]. It raises if the kernel does
+not take this case.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def fa3(q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float)
 
 
 def flash_mla(q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float) -> Run:
-    """FLASHMLA_SPARSE: the prefill kernel for bf16, the decode kernel (all tokens as one batch) for fp8. 64 heads at
-    least: fewer are padded, inside the timing, as the backend does."""
+    """FLASHMLA_SPARSE: the prefill kernel for bf16, the decode kernel (all tokens as one batch) for fp8.
+
+    Both take at least 64 heads. Fewer are padded, as the backend does, and that is timed."""
     from vllm.v1.attention.ops import flashmla
 
     ops: Any = flashmla

@@ -1,14 +1,14 @@
 """Index sets of neighbouring tokens that share positions, as those of a real indexer do: inputs for benchmarks.
 
 The model: each next token keeps the share `keep` of the previous token's set, chosen at random, and draws the rest
-anew, half of it from the `WINDOW` (times k) latest positions it sees, half from all of them. So tokens that are d apart
-share keep^d of a set, and a little more by chance. That half is recent is an assumption.
+anew. Half of these draws come from the `WINDOW` (times k) latest positions that it sees, half from all of them. So
+tokens at a distance of d share keep^d of a set, and a little more by chance. That half is recent is an assumption.
 
-What `keep` is for GLM-5 at long context is not known; two measurements are public, and they are far apart:
+`keep` of GLM-5 at long context is not known. Two measurements are public, and they are far apart:
 - 0.35 to 0.5 between consecutive decode steps, layers 20 to 60 (the first two: less) of DeepSeek-V3.2 on a prompt of
   68,665 tokens: TensorRT-LLM, tech blog 21, figure 2 (arXiv:2604.22312);
 - about 0.99 in GLM-5.1's prefill, from the union of 4 neighbours, 1.03 times one token's set: sgl-project/sglang#32779
-  (prompt lengths in its table; where a prompt is not much longer than k, all sets are alike).
+  (its table has the prompt lengths; if a prompt is not much longer than k, all sets are alike).
 `KEEP` spans both.
 """
 
@@ -28,10 +28,10 @@ def overlapping_indices(
 ) -> torch.Tensor:
     """int32 [tokens, topk] on the generator's device: distinct positions in random order, -1 behind the last.
 
-    keep:   share of a token's set that the next one has too, exactly (rounded to whole positions), while there are
-            enough others to draw
-    causal: token t is the one at position keys - tokens + t and sees that and all before it; else every token sees
-            all `keys`
+    keep:   the exact share of a token's set that the next one has too (rounded to whole positions), if enough other
+            positions are left to draw
+    causal: token t stands at position keys - tokens + t and sees that one and all before it; else every token sees all
+            `keys`
 
     A token that sees at most `topk` positions has them all. ValueError names an argument that does not fit.
     """
@@ -61,9 +61,9 @@ def overlapping_indices(
 
 
 def _draw(count: int, sees: int, window: int, taken: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """`count` positions that are not taken, which they are afterwards."""
+    """Draws `count` positions that are not taken, and marks them as taken."""
     given: dict[str, Any] = {"generator": generator, "device": generator.device}
-    if sees <= window:  # all is recent; and no draw is in vain where few are left
+    if sees <= window:  # all positions are recent. A permutation needs no second try if few are left
         free = (~taken[:sees]).nonzero().flatten()
         drawn = free[torch.randperm(len(free), **given)[:count]]
         taken[drawn] = True
@@ -81,8 +81,9 @@ def _draw(count: int, sees: int, window: int, taken: torch.Tensor, generator: to
 
 
 def distinct_rows(tokens: int, topk: int, keys: int, keep: float | None) -> float:
-    """How many of `keys` rows all tokens' sets together hold, on average: of the model above; None: of uniformly random
-    sets. Where keys > WINDOW * topk and the tokens are few beside the keys."""
+    """How many of `keys` rows the sets of all tokens hold together, on average, in the model above.
+
+    keep None: for uniformly random sets. Valid if keys > WINDOW * topk and the tokens are few beside the keys."""
     if keep is None:
         return float(keys * (1 - (1 - topk / keys) ** tokens))
     draws = (topk + (tokens - 1) * (topk - round(keep * topk))) / 2  # of each half
@@ -93,6 +94,6 @@ def distinct_rows(tokens: int, topk: int, keys: int, keep: float | None) -> floa
 
 @lru_cache(maxsize=8)
 def overlapping_sets(sets: int, tokens: int, topk: int, keys: int, keep: float, seed: int) -> torch.Tensor:
-    """int32 [sets, tokens, topk] on the CPU, causal, each of a chain of its own; about 1 ms a token."""
+    """int32 [sets, tokens, topk] on the CPU, causal. Each set is a chain of its own. Takes about 1 ms a token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([overlapping_indices(tokens, topk, keys, keep, generator) for _ in range(sets)])

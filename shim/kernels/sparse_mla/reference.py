@@ -1,4 +1,4 @@
-"""Sparse MLA in plain torch: the truth that every kernel is judged by, and what the CPU runs.
+"""Sparse MLA in plain torch. Every kernel is judged by it, and the CPU runs it.
 
 For a query token t with heads n and chosen cache rows c_j (576 values: 512 latent, 64 rope):
 
@@ -35,13 +35,13 @@ def sparse_mla(
     q:           [T, N, 576]
     cache:       [blocks, block_size, 576] of any float, or uint8 [blocks, block_size, 656] (`fp8_ds_mla`); the blocks
                  may lie further apart than their size (`stride(0)`)
-    topk:        int32 [T, K], positions within the token's own request; -1, anywhere in the row, is no token
+    topk:        int32 [T, K], positions within the token's own request; -1, at any place of the row, is no token
     req_ids:     int [T], row of `block_table` for each token
     block_table: int32 [requests, max_blocks]
     scale:       softmax scale, natural-log units
-    dtype:       what to compute in
+    dtype:       computes in this type
 
-    Returns out [T, N, 512] and the natural-log LSE [T, N], both of `dtype`. A token with no chosen row: 0 and -inf.
+    Returns out [T, N, 512] and the natural-log LSE [T, N], both of `dtype`. A token without chosen rows has 0 and -inf.
     ValueError for shapes that do not fit together.
     """
     _check(q, cache, topk, req_ids)
@@ -52,7 +52,7 @@ def sparse_mla(
     for start in range(0, tokens, step):
         part = slice(start, start + step)
         chosen = topk[part]
-        chosen = chosen[:, (chosen >= 0).any(0)]  # columns that nobody in this part uses cost nothing
+        chosen = chosen[:, (chosen >= 0).any(0)]  # drops columns that no token of this part uses
         if chosen.shape[1] == 0:
             continue
         out[part], lse[part] = _attend(q[part].to(dtype), cache, chosen, block_table[req_ids[part].long()], scale)
@@ -67,7 +67,7 @@ def _attend(
     block_size = cache.shape[1]
     block = blocks.gather(1, position // block_size).long().where(valid, 0)
     rows = read_rows(cache[block, position % block_size], q.dtype)  # [t, K, 576]
-    rows = rows.masked_fill(~valid[..., None], 0)  # what an absent row points at may be NaN
+    rows = rows.masked_fill(~valid[..., None], 0)  # position 0 stands for an absent row, and may be NaN
     scores = torch.einsum("tnd,tkd->tnk", q, rows) * scale
     scores = scores.masked_fill(~valid[:, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)

@@ -1,12 +1,15 @@
 # mypy: ignore-errors
-"""The rows that a group of neighbouring tokens chose, each once, with a bit for every token that chose it.
+"""The union of the rows that a group of neighbouring tokens chose, with a bit for every token that chose a row.
 
-Neighbouring tokens of a prompt choose nearly the same rows (`overlap.py`), so that a group can gather them once. Built
-on the device, without a sync, in three steps: `look` tells by a sample most of the groups whose union would save too
-little; `mark` has each token of the others set a bit for each position that it chose, in a plane of its own; `emit`
-goes over the planes of a group, side by side, and writes the positions in which any has a bit. An entry is position *
-256 + the tokens' bits. A group has no union, and its count is -1, where its tokens are of several requests or the union
-would save too little.
+Neighbouring tokens of a prompt choose nearly the same rows (`overlap.py`), so a group can gather them once. Unions are
+built on the device, without a sync, in three steps:
+
+    look  finds, by a sample, most of the groups whose union would save too little
+    mark  sets a bit for each position that a token of the other groups chose, in one plane per token
+    emit  reads the planes of a group together and writes the positions at which any plane has a bit
+
+An entry is position * 256 + the tokens' bits. A group has no union, and its count is -1, if its tokens are of several
+requests or if the union would save too little.
 
 Source of the idea: the unions of a tile of query tokens in sgl-project/sglang#32779.
 """
@@ -15,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-MOST = 8  # tokens of a group: bits of an entry beside its position
-REACH = 1 << 23  # positions are below this: what an int32 entry holds beside them
+MOST = 8  # tokens of a group: an entry has 8 bits for them
+REACH = 1 << 23  # positions are below this: an int32 entry has 23 bits for them
 COLUMNS, WORDS = 1024, 1024  # chosen positions, and words of 32 bits of each token, that one step takes
 SAMPLE: tl.constexpr = tl.constexpr(32)
-# No variant per value (1, a multiple of 16) or per alignment of what the caller brings
+# Triton makes no variants by value (1, a multiple of 16) or by alignment of what the caller passes
 _ANY = ["topk", "req_ids", "seq_lens", "tokens", "columns", "topk_t"]
 
 
@@ -33,8 +36,10 @@ def _ones(word):
 
 @triton.jit
 def _alike(topk, first, last, columns, topk_t):
-    """Are at least a quarter of some positions of the last token among those of the first? Where each of 8 tokens keeps
-    0.85 of the one before, a third are, and the union is twice one set: the most that is shared."""
+    """Does the first token have at least a quarter of some positions of the last token?
+
+    If each of 8 tokens keeps 0.85 of the one before, it has a third, and the union is twice one set. No larger union is
+    used."""
     at = tl.arange(0, SAMPLE) * tl.maximum(columns // SAMPLE, 1)
     some = tl.load(topk + last.to(tl.int64) * topk_t + at, mask=at < columns, other=-1)
     found = tl.zeros([SAMPLE], tl.int32)
@@ -48,7 +53,8 @@ def _alike(topk, first, last, columns, topk_t):
 
 @triton.jit(do_not_specialize=_ANY)
 def look(topk, req_ids, seq_lens, counts, tokens, columns, topk_t, width, GROUP: tl.constexpr):
-    """One program is one group. counts [groups]: -1 if it has no union, as far as can be told before it is built."""
+    """One program is one group. counts [groups]: -1 if it has several requests, one that is too long, or too little in
+    common by the sample. Else 0."""
     group = tl.program_id(0)
     first = group * GROUP
     last = tl.minimum(first + GROUP, tokens) - 1
@@ -65,7 +71,7 @@ def look(topk, req_ids, seq_lens, counts, tokens, columns, topk_t, width, GROUP:
 def mark(
     topk, req_ids, seq_lens, bits, counts, columns, topk_t, width, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program is one token. bits [T, width / 32]: written where the request has positions."""
+    """One program is one token. bits [T, width / 32]: written only for the positions of the request."""
     t = tl.program_id(0)
     if tl.load(counts + t // GROUP) < 0:
         return
@@ -74,7 +80,7 @@ def mark(
     for start in range(0, length, 32 * BLOCK):
         at = start // 32 + tl.arange(0, BLOCK)
         tl.store(plane + at, tl.zeros([BLOCK], tl.int32), mask=at * 32 < length)
-    tl.debug_barrier()  # every thread's zeros are there before any thread's bits
+    tl.debug_barrier()  # all threads have written zeros before any thread sets a bit
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         position = tl.load(topk + t.to(tl.int64) * topk_t + column, mask=column < columns, other=-1)
@@ -89,7 +95,7 @@ def emit(
     req_ids, seq_lens, bits, entries, counts, tokens, width, capacity,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program is one group. entries [groups, capacity] in the order of positions, counts [groups]."""
+    """One program is one group. entries [groups, capacity]: in the order of positions; counts [groups]: how many."""
     group = tl.program_id(0)
     if tl.load(counts + group) < 0:
         return
@@ -114,7 +120,7 @@ def emit(
             for i in tl.static_range(GROUP):
                 entry |= ((planes[i] & lowest) != 0).to(tl.int32) << i
             tl.store(row + place, entry, mask=(left != 0) & (place < capacity))
-            place += 1  # where nothing is left, nothing is written any more
+            place += 1  # a word without bits left writes nothing any more
             left ^= lowest
     tl.store(counts + group, tl.where(count <= capacity, count, -1))
 
@@ -122,8 +128,10 @@ def emit(
 class Unions:
     """Memory for the unions of `groups` groups of `group` tokens at a time.
 
-    width:    the most positions of a request; the tokens of a longer one share nothing
-    capacity: the most rows of a union; a larger one is not worth it
+    width:    the most positions of a request. Tokens of a longer request share nothing
+    capacity: the most rows of a union. A larger union is not used
+
+    ValueError for more positions than `REACH` or more tokens than `MOST`.
     """
 
     def __init__(self, groups: int, group: int, width: int, capacity: int, device: torch.device | str) -> None:
@@ -142,7 +150,7 @@ class Unions:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries int32 [groups, capacity] and counts int32 [groups] of T tokens, at most `groups` * `group`.
 
-        topk, req_ids, seq_lens: as `launch.sparse_mla` takes them; a position that a token names twice counts once.
+        topk, req_ids, seq_lens: as in `launch.sparse_mla`. A position that a token names twice counts once.
         """
         tokens, columns = topk.shape
         count = -(-tokens // self.group)

@@ -3,8 +3,8 @@
     python -m shim.kernels.topk.bench [--json FILE]
     python -m shim.kernels.topk.bench --sweep [--json FILE]
 
-Times are medians over replays of a graph that holds one call for each of `SETS` inputs, in us a call: what a layer of a
-decode step sees, whose logits have just been written. k is 2,048, rows are full.
+Times are medians in us a call, over replays of a graph with one call for each of `SETS` inputs. So L2 is as in a decode
+step, where the logits were just written. k is 2,048, rows are full.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFILL = [(4096, 16_384), (4096, 65_536)]
 
 
 class Case:
-    """Logits like noise, or like the indexer's: sums over 32 heads of what is cut at 0, weighted."""
+    """Normal logits, or logits like the indexer's: weighted sums over 32 heads of values that are cut at 0."""
 
     def __init__(self, rows: int, columns: int, kind: str = "normal", seed: int = 0) -> None:
         g = torch.Generator("cuda").manual_seed(seed)
@@ -68,7 +68,7 @@ class Case:
         return [partial(op, x, self.starts, self.lengths, self.out, rows, *x.stride(), K) for x in self.logits]
 
     def agreement(self) -> float:
-        """The share of (some) rows whose last answer has exactly the values of torch.topk."""
+        """The share of some rows whose last answer has exactly the values of torch.topk."""
         some = torch.linspace(0, len(self.out) - 1, min(64, len(self.out)), device="cuda").long()
         x, chosen = self.logits[-1][some], self.out[some].long()
         unique = (chosen.sort(1).values.diff(dim=1) > 0).all(1) & (chosen >= 0).all(1)
@@ -93,7 +93,7 @@ def compare(rows: int, columns: int, kind: str) -> dict[str, Any]:
             case.out.fill_(-1)
             line[f"{name}_us"] = time_in_turn_us(case.native(name))
             line[f"{name}_exact"] = case.agreement()
-        except Exception as error:  # not in this vLLM, or not for this case: said in the JSON
+        except Exception as error:  # not in this vLLM, or not for this case: the JSON says so
             line[name] = f"{type(error).__name__}: {error}"[:120]
     others = [line[f"{name}_us"] for name in NATIVE if f"{name}_us" in line]
     line["times_fastest_native"] = line["ours_us"] / min(others) if others else None
@@ -101,7 +101,7 @@ def compare(rows: int, columns: int, kind: str) -> dict[str, Any]:
 
 
 def candidates(base: tune.Config, shared: bool) -> list[tune.Config]:
-    """Around a configuration, a few changes each."""
+    """Configurations around one, each with a few changes."""
     changes: list[dict[str, Any]] = [{}]
     changes += [{"tile": t, "stages": s} for t, s in itertools.product((2048, 4096), (1, 3, 4))]
     changes += [{"warps": 8, "registers": 80, "per_sm": 3}, {"warps": 8, "registers": 255, "per_sm": 1},
@@ -112,13 +112,13 @@ def candidates(base: tune.Config, shared: bool) -> list[tune.Config]:
 
 
 def compile_first(job: tuple[tune.Config, bool]) -> None:
-    """Puts one configuration into Triton's cache on disk: in processes of their own, since one takes seconds."""
+    """Puts one configuration into Triton's cache on disk. Several processes do this, because one takes seconds."""
     config, shared = job
     logits = torch.zeros(2, 8, device="cuda")
     lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
     try:
         launch.topk(logits, lengths, K, plan=tune.TopKPlan(config, 2 if shared else 1, 1))
-    except Exception:  # told by `sweep`
+    except Exception:  # `sweep` will report it
         return
 
 

@@ -3,17 +3,18 @@
 
     sample    a few thousand logits of the row give a threshold that about 2k logits of the whole row exceed
     collect   one pass over the row writes those that exceed it to a small buffer
-    select    the k-th largest of the buffer, in registers: count what is in each eighth of an interval, keep one
+    select    finds the k-th largest of the buffer in registers: it counts each eighth of an interval and keeps one
 
-A short row is its own buffer. Where the threshold was bad (under k above it, or more than the buffer holds), the row is
-narrowed by histograms of 8 bits a pass until what is left fits, and collected again. No answer depends on luck.
+A short row is its own buffer. The threshold is bad if fewer than k logits exceed it, or more than the buffer holds.
+Then the row is narrowed by histograms of 8 bits a pass until the rest fits, and is collected again. So every answer is
+exact, whatever the sample was.
 
 Logits are compared as "keys": int32 in the order of the floats, -inf first, every NaN last (as in `torch.topk`: NaN is
-the largest). What equals the threshold is counted and kept apart, so that any number of ties costs no second pass.
+the largest). Keys that equal the threshold are counted and kept apart, so any number of ties costs no second pass.
 
-Places in the buffer are counted as [SIZE // WIDTH, WIDTH], one column a thread: Triton then adds along the first axis
-within the thread and scans only WIDTH sums across threads. Loads are 4 bytes a thread: with 16, stores to computed
-places need another layout, and Triton moves whole tiles through shared memory for it (seen in the TTGIR).
+Places in the buffer are counted as [SIZE // WIDTH, WIDTH], one column per thread. Triton then adds along the first axis
+within the thread and scans only WIDTH sums across threads. Loads are 4 bytes a thread. With 16 bytes, stores to
+computed places need another layout, and Triton moves whole tiles through shared memory for it (seen in the TTGIR).
 
 Sources: floats as ordered integers and radix selection by histograms (Alabi et al., "Fast k-selection algorithms for
 graphics processing units"); a threshold from a sample is Floyd and Rivest's SELECT.
@@ -26,7 +27,7 @@ OUTSIDE: tl.constexpr = tl.constexpr(-(2**31))  # below every key: a column behi
 LOWEST: tl.constexpr = tl.constexpr(-0x7F800001)  # key of -inf
 HIGHEST: tl.constexpr = tl.constexpr(2**31 - 1)
 
-# No variant per value (1, a multiple of 16) or per alignment of these
+# Triton makes no variants by value (1, a multiple of 16) or by alignment of these
 _ANY = [
     "logits", "lengths", "starts", "out", "values", "indices", "ties", "counts", "arrived",
     "rows", "columns", "k", "next_n", "logits_m", "out_m", "parts",
@@ -35,7 +36,7 @@ _ANY = [
 
 @triton.jit
 def _flip(bits):
-    """fp32 bits <-> key, but for NaN with a sign."""
+    """fp32 bits to a key, and back. Not for NaN with a sign."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -47,15 +48,17 @@ def _keys(row, column, length):
 
 @triton.jit
 def _columns(left, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """left, left + 1, ... as one number a thread plus constants, where `left` is news to the compiler: ranges known
-    beforehand would stay in registers through the whole kernel, 250 of them (callers pass min(length, 0) for 0)."""
+    """left, left + 1, ... as one number a thread plus constants.
+
+    The compiler must not know `left`: it would keep known ranges in registers through the whole kernel, 250 of them.
+    So callers pass min(length, 0) for 0."""
     rows = tl.arange(0, SIZE // WIDTH) * WIDTH
     return tl.reshape(rows[:, None] + (left + tl.arange(0, WIDTH))[None, :], [SIZE])
 
 
 @triton.jit
 def _places(flags, WIDTH: tl.constexpr):
-    """Sums of flags [TILE] up to each, in an order of their own, and their total."""
+    """Running sums of flags [TILE], in the order of the threads' columns, and their total."""
     flags = tl.reshape(flags, [flags.shape[0] // WIDTH, WIDTH])
     sums = tl.sum(flags, 0)
     places = (tl.cumsum(sums, 0) - sums)[None, :] + tl.cumsum(flags, 0)
@@ -69,8 +72,10 @@ def _add(a, b, c, d, more_a, more_b, more_c, more_d):
 
 @triton.jit
 def _eighths(keys, high, shift, WIDTH: tl.constexpr):
-    """How many keys are in each of 8 ranges of 1 << shift keys, from `high` down, in one pass: 16 bits for each, as
-    (0 and 2, 1 and 3, 4 and 6, 5 and 7), the lower one in the lower half. The last counts what is in no other too."""
+    """How many keys are in each of 8 ranges of 1 << shift keys, from `high` down. One pass over the keys.
+
+    Returns four int32 of two counts of 16 bits: ranges (0, 2), (1, 3), (4, 6) and (5, 7), the first of each pair in the
+    lower half. Range 7 also counts all keys that are in no range."""
     shift = shift.to(tl.uint32)
     down = tl.minimum((high - keys).to(tl.uint32, bitcast=True), tl.full([], 7, tl.uint32) << shift) >> shift
     tl.static_assert(keys.shape[0] < 256 * WIDTH)  # a thread counts in 8 bits
@@ -83,26 +88,27 @@ def _eighths(keys, high, shift, WIDTH: tl.constexpr):
 
 @triton.jit
 def _threshold(keys, total, least, most, WIDTH: tl.constexpr):
-    """(t, count(keys >= t)) with least <= count <= most; where ties leave no such key, t is the largest with count >=
-    least. `total` keys are real, `least` of them at least.
+    """Returns (t, count(keys >= t)) with least <= count <= most. If ties leave no such t: the largest t with count >=
+    least. `total` keys are real, and at least `least`.
 
-    The threshold is in [low, high]. A step cuts that into 8, as equal as powers of two allow: some 5 steps for a long
-    row, 6 to 9 for 2,048 of 2,049 to 5,000, 13 at most. The first step looks at 3.5 octaves below the largest key,
-    where the threshold of most long rows is; without it two to four more go by for the many octaves of tiny floats.
+    The threshold is in [low, high]. A step cuts this interval into 8 parts, as equal as powers of two allow. A long row
+    takes about 5 steps, 2,048 of 2,049 to 5,000 take 6 to 9, and none takes more than 13. The first step looks at 3.5
+    octaves below the largest key, where the threshold of most long rows is. Without it the many octaves of tiny floats
+    would take two to four more steps.
 
-    Keys outside [low, high] are in the same eighth as `low` or further down, from above too: the numbers are a circle.
-    What they add there is undone by `reached`, which no count of what is above `low` exceeds.
+    Keys outside [low, high] are counted in the eighth of `low` or in a later one. Keys above `high` are too, because
+    the numbers wrap around. `reached` corrects that: no count of keys above `low` exceeds it.
     """
     low = LOWEST + tl.zeros([], tl.int32)
     high = tl.max(keys, 0)
     reached = tl.zeros([], tl.int32) + total  # keys >= low
     beyond = tl.zeros([], tl.int32)  # keys > high
-    widest = tl.full([], 22, tl.int32)  # of the first step: half an octave
+    widest = tl.full([], 22, tl.int32)  # the largest shift of the first step: half an octave
     while (low < high) & (reached > most):
         size = (high - low).to(tl.uint32, bitcast=True).to(tl.float32)
         exponent = (size.to(tl.int32, bitcast=True) >> 23) - 127
         shift = tl.minimum(tl.maximum(exponent - 2, 0), widest)
-        widest = 29  # of all keys there are, an eighth
+        widest = 29  # an eighth of all possible keys
         even, odd, later_even, later_odd = _eighths(keys, high, shift, WIDTH)
         count = beyond
         short = tl.zeros([], tl.int32)  # eighths that do not reach `least`
@@ -126,7 +132,7 @@ def _sampled(row, length, k, WIDTH: tl.constexpr, SAMPLE: tl.constexpr, CHUNK: t
     at = _columns(tl.minimum(length, 0), SAMPLE, WIDTH)
     chunk = (at // CHUNK) * (length // CHUNK).to(tl.int64) // (SAMPLE // CHUNK)
     keys = _keys(row, chunk.to(tl.int32) * CHUNK + at % CHUNK, length)
-    least = 7 * k * SAMPLE // (4 * length) + 6  # 6: for where k is a handful of the sample
+    least = 7 * k * SAMPLE // (4 * length) + 6  # 6: for a k that is only a few of the sample
     limit, _ = _threshold(keys, SAMPLE, least, least + least // 8, WIDTH)
     return limit
 
@@ -136,8 +142,10 @@ def _collect(
     row, length, first, step, limit, values, indices, ties, counts, k,
     TILE: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes what exceeds `limit` in every step-th tile from `first` on to values (bits) and indices, and the index of
-    what equals it to ties: behind what `counts` says if SHARED, else from 0. Returns ties << 32 | greater."""
+    """Collects from every step-th tile, beginning with tile `first`. Returns ties << 32 | greater.
+
+    What exceeds `limit` goes to values (bits) and indices. The index of what equals it goes to ties. The first free
+    place is in `counts` if SHARED, else it is 0."""
     total = tl.zeros([], tl.int64)
     for left in tl.range(first * TILE, length, step * TILE, num_stages=STAGES):
         column = _columns(left, TILE, WIDTH)
@@ -162,7 +170,7 @@ def _collect(
 
 @triton.jit
 def _narrowed(row, length, k, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr):
-    """A limit that is sure to work: at most CAPACITY keys exceed it, at least k do or equal it. Radix selection."""
+    """A limit that always works, by radix selection: at most CAPACITY keys exceed it, at least k exceed or equal it."""
     low = OUTSIDE + tl.zeros([], tl.int32)  # the k-th largest key is in [low, low + (1 << shift))
     above = tl.zeros([], tl.int32)  # keys beyond that
     inside = length
@@ -189,7 +197,7 @@ def _enough(
     row, length, total, values, indices, ties, k,
     TILE: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """How many were collected, when every warp can read them. Too many or too few are collected again first."""
+    """How many keys were collected. Collects again if they are too many or too few. Every warp can then read them."""
     count = (total & 0x7FFFFFFF).to(tl.int32)
     if (count > CAPACITY) | (count + (total >> 32) < k):
         limit = _narrowed(row, length, k, WIDTH, CAPACITY, STEP, BITS)
@@ -201,7 +209,7 @@ def _enough(
 
 @triton.jit
 def _select_tied(source, count, limit, keys, indices, collected, out, wanted, WIDTH: tl.constexpr, STEP: tl.constexpr):
-    """Writes what exceeds the limit and as many of those that equal it as there is room for, at the end."""
+    """Writes what exceeds the limit, and at the end as many of those that equal it as fit."""
     room = wanted - tl.sum((keys > limit).to(tl.int32), 0)
     done = tl.zeros([], tl.int32)
     for left in range(0, count, STEP):
@@ -224,7 +232,7 @@ def _select(
     source, count, indices, ties, collected, out, k,
     WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the k largest of source[:count], filled up with ties. What was collected has its column in `indices`."""
+    """Writes the k largest of source[:count], filled up with ties. collected: their columns are in `indices`."""
     wanted = tl.minimum(k, count)
     keys = _keys(source, _columns(tl.minimum(count, 0), CAPACITY, WIDTH), count)
     limit, reached = _threshold(keys, count, wanted, wanted, WIDTH)
@@ -254,7 +262,7 @@ def _everything(out, length, k, WIDTH: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def _window(logits, lengths, starts, row, columns, next_n, logits_m, STARTS: tl.constexpr):
-    """Where the window of a row begins, and its length, never beyond the row."""
+    """Where the window of a row begins, and its length. A window never goes beyond its row."""
     length = tl.load(lengths + row // next_n) - next_n + 1 + row % next_n
     start = tl.zeros([], tl.int32)
     if STARTS:
@@ -269,9 +277,12 @@ def whole_rows(
     CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
     WRITE: tl.constexpr,
 ):  # fmt: skip
-    """One program does every n-th row. values, indices: int32 [programs, CAPACITY]; ties: int32 [programs, MOST]."""
+    """One of n programs does every n-th row.
+
+    values, indices: int32 [programs, CAPACITY]; ties: int32 [programs, MOST]
+    """
     row = tl.program_id(0)
-    values += row * CAPACITY  # under 2^31: programs, not rows
+    values += row * CAPACITY  # below 2^31: `row` is a program here
     indices += row * CAPACITY
     ties += row * MOST
     while row < rows:
@@ -283,7 +294,7 @@ def whole_rows(
             collected = length > CAPACITY
             if collected:
                 limit = _sampled(source, length, k, WIDTH, SAMPLE, CHUNK)
-                tl.debug_barrier()  # the row before is done with the buffers
+                tl.debug_barrier()  # every warp is done with the buffers of the row before
                 total = _collect(
                     source, length, 0, 1, limit, values, indices, ties, values, k, TILE, WIDTH, CAPACITY, False, STAGES
                 )
@@ -302,7 +313,7 @@ def shared_rows(
     CAPACITY: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, STAGES: tl.constexpr,
     WRITE: tl.constexpr,
 ):  # fmt: skip
-    """`parts` programs collect from one row; the last to arrive selects. Each finds the same threshold for itself.
+    """`parts` programs collect from one row, and the last to arrive selects. All find the same threshold.
 
     values, indices: int32 [rows, CAPACITY]; ties: int32 [rows, MOST]; counts: int64 [rows] and arrived: int32 [rows],
     zero before and after.

@@ -15,8 +15,8 @@ compiled = Compiled("topk", kernel.whole_rows, kernel.shared_rows)
 
 
 class Workspace:
-    """What is collected from rows, at one address for as long as graphs are replayed. Calls that may run at the same
-    time need one each."""
+    """Memory for what is collected from rows. Graphs need its address to stay. Calls that may run at the same time need
+    a workspace each."""
 
     def __init__(self, max_rows: int, max_columns: int, device: torch.device | str, sms: int | None = None) -> None:
         """Large enough for every call of up to `max_rows` rows of up to `max_columns`."""
@@ -30,7 +30,7 @@ class Workspace:
 
     @classmethod
     def of(cls, plan: tune.TopKPlan, rows: int, device: torch.device) -> Workspace:
-        """For calls of so many rows with this plan."""
+        """A workspace for calls of `rows` rows with this plan."""
         self = cls.__new__(cls)
         self._allocate(plan.slots(rows), rows if plan.parts > 1 else 0, device)
         return self
@@ -66,18 +66,18 @@ def topk(
 ) -> torch.Tensor:
     """The columns of the k largest logits of each row, counted from the start of its window: `reference.topk`.
 
-    logits:    fp32 [M, N], rows contiguous and any distance apart; what lies outside a window is not looked at.
+    logits:    fp32 [M, N], rows contiguous and any distance apart. What lies outside a window does not count.
                NaN is larger than inf
-    lengths:   int32 [M], how many columns of each row count; or, with next_n, of M = B * next_n rows: [B, next_n], or
-               [B] or [B, 1], of which row b * next_n + j has max(0, lengths[b] - next_n + 1 + j)
+    lengths:   int32 [M], how many columns of each row count. With next_n and M = B * next_n rows: [B, next_n]; or [B]
+               or [B, 1], and then row b * next_n + j has max(0, lengths[b] - next_n + 1 + j)
     k:         1 to 2,048
-    out:       int32 [M, k] to be written, rows at least k apart
+    out:       int32 [M, k], rows at least k apart; the answer is written to it
     starts:    int32 [M], first column of each window; None: 0. A window ends with its row at the latest
     workspace: without it memory is allocated
-    plan:      another than `tune.plan`'s (tuning, tests)
+    plan:      in place of `tune.plan`'s (tuning, tests)
 
-    Returns int32 [M, k] in no particular order, which may differ from call to call; -1 where the window holds fewer
-    than k. Ties are cut anywhere. ValueError names an argument that does not fit.
+    Returns int32 [M, k] in no particular order, which may differ from call to call; -1 fills up windows of fewer than k
+    columns. Of equal logits any may be chosen. ValueError names an argument that does not fit.
     """
     rows, device = logits.shape[0], logits.device
     plan, launch = _launch(
@@ -101,7 +101,7 @@ def topk(
         )
     else:
         kernel.whole_rows[(launch.programs,)](*tensors, *launch.numbers, **launch.options)
-    compiled.tell(launch)
+    compiled.report(launch)
     return out
 
 
@@ -134,7 +134,7 @@ def _launch(
 
 @lru_cache
 def constants(config: tune.Config, starts: bool) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """The constants of the kernels."""
     return {
         "STARTS": starts, "SAMPLE": config.sample, "CHUNK": config.chunk, "TILE": config.tile,
         "WIDTH": 32 * config.warps, "CAPACITY": tune.CAPACITY, "MOST": tune.MOST, "STEP": config.step,
@@ -148,7 +148,7 @@ def options(config: tune.Config) -> dict[str, Any]:
 
 
 def _plans(max_rows: int, max_columns: int, sms: int) -> Iterator[tuple[int, int, tune.TopKPlan]]:
-    """(rows, columns, plan) of all row counts, for the widest call of each sample size and the widest unsampled one."""
+    """(rows, columns, plan) of all row counts: for the widest call without a sample, and of each sample size."""
     widest = [tune.CAPACITY, *(32 * sample for sample in tune.SAMPLES[:-1]), max_columns]
     widths = sorted({min(columns, max_columns) for columns in widest})
     for columns in widths:
@@ -157,7 +157,7 @@ def _plans(max_rows: int, max_columns: int, sms: int) -> Iterator[tuple[int, int
 
 
 def variants(max_rows: int, max_columns: int, sms: int) -> list[tuple[int, int, tune.TopKPlan]]:
-    """One call (rows, columns, plan) for everything of its own that calls up to this size compile."""
+    """A call (rows, columns, plan) for each variant that calls up to this size compile."""
     seen = {(plan.config, plan.parts > 1): (r, c, plan) for r, c, plan in _plans(max_rows, max_columns, sms)}
     return list(seen.values())
 
@@ -177,7 +177,7 @@ def warm_up(k: int, max_rows: int, max_columns: int, device: torch.device | str)
 
 
 def _check(logits: Form, lengths: Form, k: int, starts: Form | None, next_n: int | None) -> bool:
-    """Whether one length stands for next_n rows."""
+    """Raises ValueError for arguments that do not fit. Returns whether one length stands for next_n rows."""
     if len(logits.shape) != 2 or logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.strides[1] != 1):
         raise ValueError(f"logits is {logits}, expected float32 [M, N], its last dimension contiguous")
     if not 1 <= k <= tune.MOST:

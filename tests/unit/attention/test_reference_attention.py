@@ -1,4 +1,4 @@
-"""shim.attention on stand-ins for the few names of vLLM that it stands on, in the shape of each era."""
+"""shim.attention on stand-ins for the few names of vLLM that it uses, in the form of each era."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def attention(request, monkeypatch):
     for name, module in stubs.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("shim.attention", *(f"shim.{part}" for part in PARTS)):
-        monkeypatch.setitem(sys.modules, name, None)  # so that monkeypatch puts back what was there
+        monkeypatch.setitem(sys.modules, name, None)  # monkeypatch will restore the old value
         del sys.modules[name]
     found = {part.partition(".")[2]: importlib.import_module(f"shim.{part}") for part in PARTS}
     return SimpleNamespace(era=request.param, context=context, vllm_backend=stubs["vllm.v1.attention.backend"], **found)
@@ -102,14 +102,14 @@ def build(attention, common):
     return builder.build(0, common)
 
 
-def test_the_impl_is_what_its_era_recognises_as_sparse(attention):
+def test_each_era_recognises_the_impl_as_sparse(attention):
     cls = attention.impl.ReferenceMLASparseImpl
     base = "SparseMLAAttentionImpl" if attention.era == "0.16" else "MLAAttentionImpl"
     assert issubclass(cls, getattr(attention.vllm_backend, base))
     assert cls.is_sparse and not cls.supports_dense_mha_prefill and not cls.supports_dcp
 
 
-def test_the_backend_answers_what_any_era_asks(attention):
+def test_the_backend_has_the_methods_of_every_era(attention):
     backend = attention.backend.ReferenceMLASparseBackend
     assert backend.get_name() == "REFERENCE_MLA_SPARSE"
     assert backend.is_mla() and backend.is_sparse() and not backend.supports_dcp() and not backend.supports_pcp()
@@ -124,7 +124,7 @@ def test_the_backend_answers_what_any_era_asks(attention):
     assert backend.get_builder_cls() is attention.cpu.ReferenceIndexerBackend.get_builder_cls()
 
 
-def test_every_token_knows_its_request_and_padding_knows_the_last(attention):
+def test_tokens_belong_to_their_request_and_padding_to_the_last(attention):
     metadata = build(attention, batch([70, 1, 130], [5, 1, 2], padding=3))
     assert metadata.req_ids.tolist() == [0] * 5 + [1] + [2] * 2 + [2] * 3
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 11)
@@ -199,7 +199,7 @@ def test_each_token_chooses_among_its_own_past(attention, monkeypatch, at_a_time
     op = indexer_op(attention)
     lengths = [130, 3, 64]
     keys = [torch.randn(n, 128) for n in lengths]
-    # all but the last tokens come first, in a batch of their own; then chunks of 40, 1 and 64 tokens together
+    # the cache holds all tokens but the last 40, 1 and 64, which are this batch
     common = batch(lengths, [40, 1, 64])
     cache, table = op.k_cache.kv_cache, common.block_table_tensor
     for r, (length, n) in enumerate(zip(lengths, [40, 1, 64], strict=True)):

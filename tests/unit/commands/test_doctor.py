@@ -1,4 +1,4 @@
-"""The doctor's answers: shape, exit code, and each mend that can be brought about here."""
+"""`glm5-shim doctor`: the shape of its answer, its exit code, and each mend that a test can bring about."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import os
 import sys
 
 import pytest
-from click.testing import CliRunner
+from command_line import invoke
 
 from shim import upstream
 from shim.commands import doctor, patches
-from shim.commands.cli import main
 
 QUICK = ("environment", "import_name", "directories", "compiler", "bytecode")
 
@@ -27,7 +26,7 @@ def child_has(monkeypatch):
 
 
 def test_json_shape_and_names():
-    done = CliRunner().invoke(main, ["doctor", "--json", *QUICK])
+    done = invoke(["doctor", "--json", *QUICK])
     found = json.loads(done.stdout)
     assert [check["name"] for check in found["checks"]] == list(QUICK)
     assert all(set(check) == {"name", "status", "why", "mend"} for check in found["checks"])
@@ -35,19 +34,19 @@ def test_json_shape_and_names():
 
 
 def test_list_checks():
-    done = CliRunner().invoke(main, ["doctor", "--list-checks"])
+    done = invoke(["doctor", "--list-checks"])
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(doctor.CHECKS)
 
 
 def test_an_unknown_check_is_an_error():
-    done = CliRunner().invoke(main, ["doctor", "nonsense"])
+    done = invoke(["doctor", "nonsense"])
     assert done.exit_code == 2
     assert "no check is named nonsense; the checks are: vllm, " in done.stderr
 
 
 def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
     monkeypatch.setenv("GLM5_SHIM_SKIP", "typo")
-    done = CliRunner().invoke(main, ["doctor", "environment"])
+    done = invoke(["doctor", "environment"])
     assert done.exit_code == 1
     assert "[✗] environment: GLM5_SHIM_SKIP names typo" in done.stdout
     assert "mend: correct the variable" in done.stdout
@@ -81,11 +80,11 @@ def test_nothing_is_claimed_of_patches_where_the_shim_cannot_come_up(monkeypatch
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
     assert doctor.check_child().status == ("warning" if variable == {"GLM5_SHIM_OFF": "1"} else "skipped")
-    done = CliRunner().invoke(main, ["patches"])
+    done = invoke(["patches"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert next(iter(variable)) in done.stderr and done.stderr.count("\n") == 1
     if variable == {"GLM5_SHIM_OFF": "1"}:
-        assert CliRunner().invoke(main, ["demo"]).stderr == done.stderr
+        assert invoke(["demo"]).stderr == done.stderr
 
 
 def test_a_check_that_crashes_is_a_problem_not_a_traceback(monkeypatch):

@@ -9,11 +9,10 @@ import sys
 import pytest
 import torch
 import wheels
-from click.testing import CliRunner
+from command_line import invoke
 
 from shim import process
 from shim.commands import explain
-from shim.commands.cli import main
 
 NATIVE = "FLASHINFER_MLA_SPARSE_SM120"  # takes GLM-5 where flashinfer is installed, from 0.24 on
 OURS = "TRITON_MLA_SPARSE"
@@ -22,7 +21,7 @@ OURS = "TRITON_MLA_SPARSE"
 def answer(monkeypatch, version: str | None, *options: str) -> dict:
     path = [str(wheels.sources(version))] if version else []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    done = CliRunner().invoke(main, ["explain", "--json", *options])
+    done = invoke(["explain", "--json", *options])
     assert done.exit_code == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -112,7 +111,7 @@ def test_without_a_vllm_it_is_one_line(monkeypatch, tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('broken install')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = CliRunner().invoke(main, ["explain"])
+    done = invoke(["explain"])
     assert (done.exit_code, done.stdout) == (1, "")
     announcement, problem = done.stderr.splitlines()
     assert announcement == "glm5-shim: asking vLLM, without and with the shim: about half a minute"

@@ -1,8 +1,11 @@
 """What scripts read of the command line stays: keys and types of each --json answer, names, options, exit codes.
 
-`shapes.json` is made from answers that an earlier version printed: `python tests/unit/commands/test_json_shapes.py
---write DIR`. DIR has a file `codes` with a line "EXIT_CODE WORDS" for each command that was run with --json, what it
-printed in `<words>.json` (40 characters at most, `_` for others than letters and digits), and `help_<command>.txt`.
+`shapes.json` is made from what an earlier version printed. With tests/unit on PYTHONPATH:
+
+    python tests/unit/commands/test_json_shapes.py --write DIR
+
+DIR/codes has a line "EXIT_CODE WORDS" for each command that was run with --json. DIR/<words>.json has its answer. The
+file's name has at most 40 characters, and `_` for all but letters and digits. DIR also has help_<command>___help.txt.
 A later version may add keys, checks, patches and options. It may not rename or remove them.
 """
 
@@ -18,11 +21,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from command_line import invoke
 
 from shim import env, ledger, process, upstream
 from shim.commands import cli, demo, explain, selftest
-from shim.commands.cli import main
 from shim.engine import Engine
 from shim.patches import PATCHES
 
@@ -167,12 +169,14 @@ def quick_kernels(monkeypatch):
 
 def ask(words: str, tiny: Path) -> tuple[int, dict[str, Any]]:
     command = [str(tiny) if word == "MODEL" else word for word in words.split()]
-    done = CliRunner().invoke(main, [*command, "--json"])
+    done = invoke([*command, "--json"])
     return done.exit_code, json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("words", BEFORE["answers"])
-def test_keys_types_and_exit_code(words, tiny, children, server, quick_kernels, monkeypatch):
+def test_keys_types_and_exit_code(words, tiny, children, server, monkeypatch, request):
+    if words == "selftest":
+        request.getfixturevalue("quick_kernels")
     if "--ledgers" in words:
         write_ledger(monkeypatch, env.state_dir())
     code, found = ask(words, tiny)
@@ -189,7 +193,7 @@ def test_names(tiny, children):
 
 @pytest.mark.parametrize("command", BEFORE["options"])
 def test_options(command):
-    text = CliRunner().invoke(main, [command, "--help"]).stdout
+    text = invoke([command, "--help"]).stdout
     assert [option for option in BEFORE["options"][command] if option not in options(text)] == []
 
 

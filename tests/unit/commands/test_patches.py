@@ -8,11 +8,10 @@ import sys
 from types import ModuleType
 
 import pytest
-from click.testing import CliRunner
+from command_line import invoke
 
 from shim import env, ledger, upstream
 from shim.commands import patches
-from shim.commands.cli import main
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_a_cpu_wheel_needs_no_patch_of_cudas_platform(monkeypatch, wheel, state)
 
 def test_ledgers_of_processes_that_ran(monkeypatch, own_ledger):
     none = "(no such directory): 0 processes with vLLM, 0 without\n"
-    assert CliRunner().invoke(main, ["patches", "--ledgers"]).stdout.endswith(none)
+    assert invoke(["patches", "--ledgers"]).stdout.endswith(none)
     vllm = ModuleType("vllm")
     vllm.__version__ = "0.33.0"
     monkeypatch.setitem(sys.modules, "vllm", vllm)
@@ -52,7 +51,7 @@ def test_ledgers_of_processes_that_ran(monkeypatch, own_ledger):
     ledger.record("kv_cache_dtype", "failed", "its signature changed")
     ledger.used("closing_gate")
     ledger.flush()
-    (one,) = json.loads(CliRunner().invoke(main, ["patches", "--ledgers", "--json"]).stdout)["processes"]
+    (one,) = json.loads(invoke(["patches", "--ledgers", "--json"]).stdout)["processes"]
     assert (one["pid"], one["vllm"], one["running"]) == (os.getpid(), "0.33.0", True)
     assert one["states"] == {"applied": ["closing_gate"], "failed": ["kv_cache_dtype"]}
     assert one["used"] == ["closing_gate"]
@@ -61,7 +60,7 @@ def test_ledgers_of_processes_that_ran(monkeypatch, own_ledger):
     damaged = [(str(n), json.dumps(whole | change)) for n, change in enumerate(wrong, 4)]
     for name, text in (("1", "{"), ("2", "[]"), ("3", '{"pid": 3}'), *damaged):
         (env.state_dir() / f"{name}.json").write_text(text)
-    done = CliRunner().invoke(main, ["patches", "--ledgers"])
+    done = invoke(["patches", "--ledgers"])
     assert sorted(line.split()[1] for line in done.stderr.splitlines()) == [
         str(env.state_dir() / f"{name}.json") for name in range(1, 9)
     ]
@@ -85,12 +84,12 @@ def test_ledgers_in_a_directory_that_cannot_be_read(monkeypatch, tmp_path):
 
     monkeypatch.setenv("GLM5_SHIM_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(patches.os, "listdir", refused)
-    done = CliRunner().invoke(main, ["patches", "--ledgers"])
+    done = invoke(["patches", "--ledgers"])
     assert done.exit_code == 1 and done.stderr.startswith(f"glm5-shim: {tmp_path} cannot be read: Permission denied")
 
 
 def test_ledgers_in_a_file(monkeypatch, tmp_path):
     (tmp_path / "state").write_text("")
     monkeypatch.setenv("GLM5_SHIM_STATE_DIR", str(tmp_path / "state"))
-    done = CliRunner().invoke(main, ["patches", "--ledgers"])
+    done = invoke(["patches", "--ledgers"])
     assert done.exit_code == 1 and done.stderr == "glm5-shim: GLM5_SHIM_STATE_DIR is a file; expected a directory\n"

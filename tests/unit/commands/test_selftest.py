@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
+from command_line import invoke
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from shim import process  # noqa: E402
 from shim.commands import selftest  # noqa: E402
-from shim.commands.cli import main  # noqa: E402
 
 KERNELS = {"sparse_mla", "indexer_prefill", "indexer_paged", "topk"}
 
 
 def test_every_kernel_passes_in_a_child():
     """On the GPU if this machine has one, else in Triton's interpreter."""
-    done = CliRunner().invoke(main, ["selftest", "--json"])
+    done = invoke(["selftest", "--json"])
     found = json.loads(done.stdout)
     assert (done.exit_code, found["ok"]) == (0, True), found
     assert {row["name"] for row in found["kernels"]} == KERNELS
@@ -79,7 +78,7 @@ def test_a_topk_that_repeats_a_column_is_red(monkeypatch):
 def test_a_red_run_exits_with_1(monkeypatch):
     row = {"name": "topk", "case": "all", "rel_error": 1.0, "limit": 0.0, "ok": False, "median_us": None}
     monkeypatch.setattr(selftest, "selftest", lambda: {"device": "a card", "ok": False, "kernels": [row]})
-    done = CliRunner().invoke(main, ["selftest"])
+    done = invoke(["selftest"])
     assert done.exit_code == 1
     assert "BAD  topk  all: relative error 1.0e+00, limit 0e+00" in done.stdout
 
@@ -89,7 +88,7 @@ def test_a_child_that_dies_is_one_line(monkeypatch):
         raise process.ChildProblem("exit code -11", -11)
 
     monkeypatch.setattr(process, "ask_child", died)
-    done = CliRunner().invoke(main, ["selftest"])
+    done = invoke(["selftest"])
     assert (done.exit_code, done.stderr) == (
         1,
         "glm5-shim: the kernels could not be tested: exit code -11\n",

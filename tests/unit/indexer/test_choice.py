@@ -1,4 +1,4 @@
-"""Whose kernels run: the choice, settled once for GLM-5, never for another model."""
+"""Whose kernels run: the choice is made once for GLM-5, and never for another model."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def both(stub, switch_on, real_ops):
 
 
 def native_answers(monkeypatch, works, because="the test says so"):
-    asked = []
-    monkeypatch.setattr(probe, "native_works", lambda heads: (asked.append(heads), (works, because))[1])
-    return asked
+    probes = []
+    monkeypatch.setattr(probe, "native_works", lambda heads: (probes.append(heads), (works, because))[1])
+    return probes
 
 
 @pytest.mark.parametrize(
@@ -69,24 +69,24 @@ def test_the_choice(both, monkeypatch, mode, capability, assumed, works, expecte
         monkeypatch.setenv("GLM5_SHIM_INDEXER", mode)
     if assumed:
         monkeypatch.setenv("GLM5_SHIM_ASSUME_CAPABILITY", assumed)
-    asked = native_answers(monkeypatch, works)
+    probes = native_answers(monkeypatch, works)
     choice = choosing.choose(capability, GLM5)
     assert (choice.logits, choice.topk) == expected
-    probed = mode in (None, "auto") and (capability[0] == 12 or assumed is not None)
-    assert asked == ([HEADS] if probed else [])
+    expects_probe = mode in (None, "auto") and (capability[0] == 12 or assumed is not None)
+    assert probes == ([HEADS] if expects_probe else [])
 
 
 def test_a_patch_that_is_off_gives_no_kernel(stub, switch_on, real_ops, monkeypatch):
     op_module(stub)
-    asked = native_answers(monkeypatch, False)
+    probes = native_answers(monkeypatch, False)
     switch_on(LOGITS, TOPK, skip=frozenset({"indexer_logits"}))
     choice = choosing.choose((12, 0), GLM5)
-    assert (choice.logits, choice.topk, asked) == (False, True, [])
+    assert (choice.logits, choice.topk, probes) == (False, True, [])
 
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """What `settle` asks of vLLM: its current config, and the platform."""
+    """What `settle` reads from vLLM: its current config, and the platform."""
     state = SimpleNamespace(config=None)
     for name, attributes in {
         "vllm": {},
@@ -103,16 +103,16 @@ def vllm(monkeypatch):
 
 def test_settled_once_for_glm5_and_never_for_another(both, vllm, monkeypatch):
     module, _ = both
-    asked = native_answers(monkeypatch, False, "no SM120 kernels")
+    probes = native_answers(monkeypatch, False, "no SM120 kernels")
     vllm.config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_v32")))
     module.SparseAttnIndexer("cache")
-    assert asked == [] and not choosing.topk_is_ours() and not module.has_deep_gemm()
+    assert probes == [] and not choosing.topk_is_ours() and not module.has_deep_gemm()
     idle = {e["name"]: e["idle"] for e in ledger.entries()}
     assert idle == dict.fromkeys(("indexer_logits", "indexer_topk"), "model_type 'deepseek_v32' is not glm_moe_dsa")
     vllm.config = SimpleNamespace(model_config=SimpleNamespace(hf_config=GLM5))
     for _ in range(3):
         module.SparseAttnIndexer("cache")
-    assert asked == [HEADS] and choosing.logits_are_ours() and module.has_deep_gemm()
+    assert probes == [HEADS] and choosing.logits_are_ours() and module.has_deep_gemm()
     vllm.config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_mtp")))
     module.SparseAttnIndexer("draft")
     assert choosing.logits_are_ours()

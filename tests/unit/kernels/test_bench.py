@@ -1,4 +1,4 @@
-"""The benchmark's parts that need no GPU: index sets, the model's arithmetic, records, the file and the plot."""
+"""The benchmark's parts that need no GPU: index sets, the roofline's arithmetic, records, the file and the plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.9, 0.99, 1.0])
-def test_neighbours_share_what_was_asked_for(keep: float) -> None:
+def test_neighbours_share_as_much_as_keep(keep: float) -> None:
     tokens, topk, keys = 12, 256, 20_000
     rows = overlapping_indices(tokens, topk, keys, keep, generator())
     assert rows.shape == (tokens, topk) and rows.dtype == torch.int32
@@ -50,7 +50,7 @@ def test_half_of_what_is_drawn_is_recent() -> None:
     rows = overlapping_indices(tokens, topk, keys, 0.5, generator(2))
     age = keys - tokens + torch.arange(tokens)[:, None] - rows
     recent = float((age < WINDOW * topk).float().mean())
-    assert 0.45 < recent < 0.60  # a half, less what was drawn twice, and a few of the other half
+    assert 0.45 < recent < 0.60  # a half, without what was drawn twice, and a few of the other half
     far = age[age >= WINDOW * topk].float()
     assert abs(float(far.mean()) / ((keys + WINDOW * topk) / 2) - 1) < 0.05  # uniform
 
@@ -121,7 +121,7 @@ def test_times_by_hand() -> None:
     # 4,096 x 65,536 x 32 heads x 256 = 2.199 TFLOP at 1,007.6 TFLOP/s
     full = roofline.predict(roofline.indexer_prefill(4096, 65_536, 32, causal=False), 8192, None)
     assert full["bound"] == "mma" and full["predicted_us"] == full["floor_us"] == 2182.437
-    # 9.7687 GB asked for; 146 GFLOP useful
+    # 9.7687 GB moved; 146 useful GFLOP
     prefill = roofline.predict(roofline.sparse_mla(4096, 8, "bf16"), 4096, None)
     assert prefill == {"floor_us": 289.855, "predicted_us": 5451.264, "bound": "memory", "waves": None}
 
@@ -176,7 +176,7 @@ def test_every_case_has_a_launch_and_a_prediction() -> None:
 
 
 def test_occupancy_comes_from_the_cubin() -> None:
-    """In a process of its own: compiling is out of the question under the interpreter, which other tests switch on."""
+    """In a new process: other tests switch the interpreter on, and nothing compiles under it."""
     pytest.importorskip("triton")
     program = (
         "from dataclasses import asdict; from shim.kernels import build, roofline\n"
@@ -213,7 +213,7 @@ def document() -> dict:
 
 
 def stub(work: roofline.Work) -> bench.Measured:
-    """A card on which everything takes a us a token, native two."""
+    """A card that takes 1 us a token for all our kernels, and 2 us for native ones."""
     if work.kernel == "topk":
         raise RuntimeError("out of memory\nand more lines")
     natives = {"slow": 3.0 * work.tokens, "fast": 2.0 * work.tokens} if work.dtype == "bf16" else {}
@@ -246,14 +246,14 @@ def test_a_run_makes_a_record_of_every_case(document: dict, capsys: pytest.Captu
     assert paged["ceiling"] == "copy" and paged["ceiling_us"] == pytest.approx(works[2].bytes / 1e6)
     assert topk["problem"] == "RuntimeError: out of memory" and topk["ours_us"] is None and topk["predicted_us"] > 0
     json.loads(json.dumps(document, allow_nan=False))
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 4 and "out of memory" in said[3] and "128.0 fast, 0.50" in said[0]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4 and "out of memory" in printed[3] and "128.0 fast, 0.50" in printed[0]
 
 
 def test_products_are_a_ceiling_too(document: dict) -> None:
     run(document, [roofline.sparse_mla(4096, 64, "bf16")])
     row = document["records"][0]
-    # 1,168 GFLOP at 400 TFLOP/s are longer than the 2,048 us that the stub's gather takes
+    # 1,168 GFLOP at 400 TFLOP/s take longer than the 2,048 us of the stub's gather
     assert row["ceiling"] == "mma" and row["ceiling_us"] == pytest.approx(2 * 4096 * 64 * 2048 * 1088 / 400e6)
 
 
@@ -264,8 +264,8 @@ def test_without_matplotlib_one_line_says_how(
     written = tmp_path / "numbers.json"
     bench.write(document, written)
     assert bench.main(["--plot", str(written)]) == 1
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1 and "glm5-shim[bench]" in said and str(written) in said
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1 and "glm5-shim[bench]" in printed and str(written) in printed
     assert not (tmp_path / "numbers.png").exists()
 
 
@@ -284,8 +284,8 @@ def test_a_file_that_cannot_be_drawn(
         if content is not None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
         assert bench.main(["--plot", str(path)]) == 1
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and str(path) in said and "expected what" in said, said
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and str(path) in printed and "expected what" in printed, printed
     assert bench.main(["--plot", str(tmp_path)]) == 1 and "Is a directory" in capsys.readouterr().err
     for option in ("--plot", "--out"):  # the plot would be written over it
         with pytest.raises(SystemExit):
@@ -297,14 +297,14 @@ def test_a_file_that_cannot_be_drawn(
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_an_unwritable_file_is_told_before_the_work(
+def test_an_unwritable_file_is_reported_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "refusal", lambda: None)
     monkeypatch.setattr(roofline, "predictions", lambda *_: pytest.fail("worked first"))
     out = tmp_path / "absent" / "numbers.json"
     assert bench.main(["--quick", "--out", str(out)]) == 1
-    assert capsys.readouterr().err == f"cannot write {out}: No such file or directory; give another path\n"
+    assert capsys.readouterr().err == f"glm5-shim: cannot write {out}: No such file or directory; give another path\n"
     monkeypatch.setattr(sys, "argv", ["roofline", "--json", str(tmp_path)])
     with pytest.raises(SystemExit, match="Is a directory"):
         roofline.main()
@@ -335,19 +335,19 @@ def test_the_plot_has_a_panel_for_each_kernel(document: dict, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kernel", sorted(bench._BY_KERNEL))
-def test_what_the_folders_benches_say_becomes_a_measurement(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With their `compare` in place of a GPU; what it is asked for is this case."""
+def test_a_result_of_an_ops_bench_becomes_a_measurement(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stub of their `compare` replaces the GPU, and must get this case."""
     work = next(work for work in roofline.cases(quick=False) if work.kernel == kernel)
     folder = "indexer" if kernel.startswith("indexer") else kernel
     module = importlib.import_module(f"shim.kernels.{folder}.bench")
-    asked: list = []
+    calls: list = []
     mla = {"ours_us": 4.0, "gather_us": 2.0, "fa3_us": 5.0, "fa3_error": 0.1, "flashmla": "no", "error": 0.01}
     mla["plan"] = "P"
     top = {"ours_us": 4.0, "ours_exact": 1.0, "persistent_topk_us": 5.0, "cooperative_topk": "no"}
     indexer = {"ours_us": 4.0, "native_us": 5.0, "error": 0.01}
 
     def compare(*arguments: object) -> dict:
-        asked.append(arguments)
+        calls.append(arguments)
         return {"sparse_mla": mla, "topk": top}.get(kernel, indexer)
 
     monkeypatch.setattr(module, "compare", compare)
@@ -365,7 +365,7 @@ def test_what_the_folders_benches_say_becomes_a_measurement(kernel: str, monkeyp
         "indexer_prefill": (("PrefillCase", 1024, 16_384, 32, True),),
         "indexer_paged": (("PagedCase", 1, 8192, 1, 32),),
     }  # fmt: skip
-    assert asked == [expected[kernel]]
+    assert calls == [expected[kernel]]
     assert got.missing == {"sparse_mla": {"flashmla": "no"}, "topk": {"cooperative_topk": "no"}}.get(kernel, {})
     assert (got.gather_us == 2.0) == (kernel == "sparse_mla")
     if kernel == "topk":
@@ -380,8 +380,8 @@ def test_what_the_folders_benches_say_becomes_a_measurement(kernel: str, monkeyp
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--quick"]) == 1
-    said = capsys.readouterr()
-    assert "no CUDA GPU" in said.err and "shim.kernels.roofline" in said.err and not said.out
+    printed = capsys.readouterr()
+    assert "no CUDA GPU" in printed.err and "shim.kernels.roofline" in printed.err and not printed.out
 
 
 @pytest.mark.parametrize("name", ["indexer", "sparse_mla", "topk"])
@@ -410,7 +410,7 @@ def test_without_torch_both_say_so() -> None:
 def test_a_whole_run_with_everything_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No vLLM, no ceilings, no matplotlib: the file is written, and says what was missing."""
+    """No vLLM, no ceilings, no matplotlib: the file is written, and names what was missing."""
     monkeypatch.setattr(bench, "refusal", lambda: None)
     monkeypatch.setitem(sys.modules, "vllm._custom_ops", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

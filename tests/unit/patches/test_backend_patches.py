@@ -183,7 +183,7 @@ def test_choice_off_by_skip(cuda, switch_on):
     assert cuda._get_backend_priorities is original
 
 
-def test_choice_stands_on_the_member(cuda, switch_on):
+def test_choice_needs_the_member(cuda, switch_on):
     with pytest.raises(ShimError, match="needs backend_member"):
         switch_on(backend_choice.PATCH, backend_member.PATCH)
 

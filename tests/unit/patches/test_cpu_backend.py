@@ -83,7 +83,7 @@ def test_glm5_gets_our_backend(patched):
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head"])
-def test_a_cache_that_the_reference_cannot_read_is_refused(patched, dtype):
+def test_a_cache_dtype_that_the_reference_cannot_read_is_refused(patched, dtype):
     patched.current = config("glm_moe_dsa")
     selector = SimpleNamespace(**vars(SPARSE) | {"kv_cache_dtype": dtype})
     with pytest.raises(ValueError, match=f"--kv-cache-dtype {dtype} is not for GLM-5 on a CPU; take one of auto"):
@@ -102,13 +102,13 @@ def test_other_sparse_models_are_refused_as_before(patched, current):
         patched.cls.get_attn_backend_cls(None, SPARSE)
 
 
-def test_dense_attention_is_asked_of_vllm_with_the_same_class(patched):
+def test_vllm_chooses_dense_attention_for_the_same_class(patched):
     patched.current = config("glm_moe_dsa")
     subclass = type("ZenCpuPlatform", (patched.cls,), {})
     assert subclass.get_attn_backend_cls(None, DENSE, 4) == "ZenCpuPlatform.4"
 
 
-def test_glm5_keeps_its_settings_however_often_it_is_called(patched):
+def test_glm5_keeps_its_settings_after_any_number_of_calls(patched):
     vllm_config = config("glm_moe_dsa")
     for _ in range(2):
         patched.cls.check_and_update_config(vllm_config)
@@ -134,11 +134,11 @@ def test_other_models_get_vllms_settings(patched, model_type):
     assert "used" not in ledger._entries[PATCH.name]
 
 
-@pytest.mark.parametrize(("model_type", "said"), [("glm_moe_dsa", 0), ("deepseek_v2", 1)])
-def test_the_log_does_not_claim_what_is_undone(patched, caplog, model_type, said):
+@pytest.mark.parametrize(("model_type", "lines"), [("glm_moe_dsa", 0), ("deepseek_v2", 1)])
+def test_the_log_does_not_report_settings_that_are_put_back(patched, caplog, model_type, lines):
     with caplog.at_level(logging.INFO):
         patched.cls.check_and_update_config(config(model_type))
-    assert sum("forcing chunked prefill" in line for line in caplog.messages) == said
+    assert sum("forcing chunked prefill" in line for line in caplog.messages) == lines
     assert "something else" in caplog.messages
     assert patched.logger.filters == []
 

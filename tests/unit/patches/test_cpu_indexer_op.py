@@ -61,7 +61,7 @@ def patched(stub, switch_on, make):
 
 @pytest.mark.parametrize("make", [old_op, new_op])
 @pytest.mark.parametrize("entry", ["forward_native", "forward_cpu"])
-def test_glm5_is_chosen_for_by_us(stub, switch_on, ours, make, entry):
+def test_our_indexer_serves_glm5(stub, switch_on, ours, make, entry):
     op = patched(stub, switch_on, make)
     op.k_cache = SimpleNamespace(get_attn_backend=lambda: ours.ReferenceIndexerBackend)
     assert getattr(op, entry)("hidden", "q", "k", "w") == ("chosen", op, "q", "k", "w")
@@ -70,7 +70,7 @@ def test_glm5_is_chosen_for_by_us(stub, switch_on, ours, make, entry):
 
 @pytest.mark.parametrize(("make", "answer"), [(old_op, "native"), (new_op, "cpu")])
 @pytest.mark.parametrize("entry", ["forward_native", "forward_cpu"])
-def test_any_other_cache_is_vllms_business(stub, switch_on, ours, make, answer, entry):
+def test_vllms_own_op_serves_any_other_cache(stub, switch_on, ours, make, answer, entry):
     op = patched(stub, switch_on, make)
     op.k_cache = SimpleNamespace(get_attn_backend=lambda: "vllm's")
     assert getattr(op, entry)("hidden", "q", "k", "w") == answer

@@ -81,7 +81,7 @@ def test_other_models_are_packed_as_before(stub, switch_on):
     assert "used" not in ledger._entries[PATCH.name]
 
 
-def test_a_vllm_that_skips_by_itself_is_left_alone(stub, switch_on):
+def test_a_release_that_does_not_pack_kv_b_proj_is_left_alone(stub, switch_on):
     module = linear(stub, Skipping)
     before = module.UnquantizedLinearMethod.process_weights_after_loading
     record = switch_on(PATCH).records[PATCH.name]

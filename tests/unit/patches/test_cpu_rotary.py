@@ -13,7 +13,7 @@ from shim.patches.cpu_rotary import PATCH
 
 
 class Rope(torch.nn.Module):
-    """As vLLM's CustomOp: the way through is chosen when it is built."""
+    """Like vLLM's CustomOp, which chooses its method when it is built."""
 
     def __init__(self):
         super().__init__()
@@ -31,10 +31,10 @@ class Rope(torch.nn.Module):
 
 
 def deepseek_v2(stub, model_type: str, cpu: bool = True, get_rope=None):
-    shared = Rope()  # vLLM gives all who ask alike the same one
+    shared = Rope()  # vLLM gives the same one for the same arguments
 
     def vllms_get_rope(head_size, max_position, is_neox_style=True, rope_parameters=None):
-        shared.asked = (head_size, max_position, is_neox_style)
+        shared.arguments = (head_size, max_position, is_neox_style)
         return shared
 
     config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type)))
@@ -47,13 +47,13 @@ def deepseek_v2(stub, model_type: str, cpu: bool = True, get_rope=None):
     return module, shared
 
 
-def test_glm5_goes_through_torch_and_the_shared_embedding_does_not(stub, switch_on):
+def test_glm5_runs_torch_and_the_shared_embedding_runs_the_op(stub, switch_on):
     module, shared = deepseek_v2(stub, "glm_moe_dsa")
     engine = switch_on(PATCH)
     assert engine.records[PATCH.name].state is State.APPLIED
     engine.check()
     rope = module.get_rope(64, max_position=9, is_neox_style=False)
-    assert shared.asked == (64, 9, False)
+    assert shared.arguments == (64, 9, False)
     assert rope(1) == ("torch", 1)
     assert shared(1) == ("op", 1)
     assert rope.cos_sin_cache is shared.cos_sin_cache

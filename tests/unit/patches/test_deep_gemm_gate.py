@@ -1,4 +1,4 @@
-"""deep_gemm_gate: a claim for SM120 counts only where the library has kernels for it."""
+"""deep_gemm_gate: vLLM's claim for SM120 holds only where the library has kernels for it."""
 
 from __future__ import annotations
 

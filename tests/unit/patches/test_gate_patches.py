@@ -1,4 +1,4 @@
-"""closing_gate and worker_seal: no process serves GLM-5 with less than all of the shim."""
+"""closing_gate and worker_seal: no process serves GLM-5 without the whole shim."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_worker_with_a_failed_patch_refuses_glm5_and_serves_llama(worker, swit
     name = write_module("stub_other", "")
     engine = switch_on(closing_gate.PATCH, other(probe=lambda m: Verdict.unknown("renamed")))
     with pytest.raises(ShimError):
-        importlib.import_module(name)  # and something upstream swallows this
+        importlib.import_module(name)  # and vLLM swallows this
     assert engine.records["other"].state is State.FAILED
     with pytest.raises(ShimError, match="other is failed: renamed"):
         worker.WorkerWrapperBase(GLM5).initialize_from_config([1])
@@ -93,18 +93,18 @@ def test_gate_unknown_signature(stub, switch_on):
         switch_on(closing_gate.PATCH)
 
 
-def test_the_seal_rides_with_glm5_only(stub, switch_on):
+def test_the_config_of_glm5_alone_has_the_seal(stub, switch_on):
     for vllm_config, sealed in ((GLM5, True), (LLAMA, False)):
         module = stub(worker_seal.PATCH, EngineArgs=arg_utils(vllm_config))
         engine = switch_on(worker_seal.PATCH)
         config = module.EngineArgs().create_engine_config()
         expected = {"theirs": 1, "glm5_shim": engine.seal} if sealed else {"theirs": 1}
         assert config.additional_config == expected
-        json.dumps(config.additional_config)  # vLLM hashes it so
+        json.dumps(config.additional_config)  # vLLM hashes this text
         assert bool(entry("worker_seal").get("used")) or not sealed
 
 
-def test_the_seal_arrives_where_the_shim_is_the_same(stub, switch_on):
+def test_the_seal_is_accepted_where_the_shim_is_the_same(stub, switch_on):
     module = stub(worker_seal.PATCH, EngineArgs=arg_utils(GLM5))
     switch_on(worker_seal.PATCH)
     config = module.EngineArgs().create_engine_config()

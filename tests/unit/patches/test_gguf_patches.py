@@ -47,13 +47,13 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def layers(monkeypatch):
-    """layers(True): this vLLM has GGUF layers; False: it has not; None, as it is: there is no GPU."""
+    """layers(True): this vLLM has GGUF layers. False: it has none. None, the default: this machine has no GPU."""
 
-    def say(there):
-        monkeypatch.setattr(gguf_engine_args, "gguf_layers", lambda: there)
+    def pretend(has_layers):
+        monkeypatch.setattr(gguf_engine_args, "gguf_layers", lambda: has_layers)
 
-    say(None)
-    return say
+    pretend(None)
+    return pretend
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_any_part_becomes_a_directory_and_weights(args, tiny, cache, part):
     assert entry("gguf_engine_args")["used"]
 
 
-def test_what_the_user_said_stays(args, tiny):
+def test_what_the_user_set_stays(args, tiny):
     made = args(
         model=str(tiny), served_model_name="glm", tokenizer="/theirs", hf_config_path="/config", load_format="dummy"
     )
@@ -114,7 +114,7 @@ def test_weights_stay_quantised_where_there_are_layers_for_them(args, tiny, laye
     assert "pip install vllm-gguf-plugin" in caplog.text
 
 
-def test_a_file_without_quantised_layers_and_the_users_own_wish(args, tiny, tmp_path, layers):
+def test_weights_do_not_stay_quantised_for_a_16_bit_file_or_another_setting(args, tiny, tmp_path, layers):
     from shim.gguf.tiny import write_tiny
 
     layers(True)
@@ -195,7 +195,7 @@ def loaders(stub):
 
 
 class Model:
-    """Takes what it is given, and has one parameter more if asked."""
+    """Loads every weight that it gets. `more` names parameters that it has besides."""
 
     def __init__(self, more=()):
         self.got = {}
@@ -217,7 +217,7 @@ def load_config(path):
     return SimpleNamespace(load_format="glm5_gguf", model_loader_extra_config={"gguf": str(path)})
 
 
-def test_the_loader_is_vllms_kind_and_fills_the_model(loaders, switch_on, tiny):
+def test_the_loader_is_one_of_vllms_and_fills_the_model(loaders, switch_on, tiny):
     switch_on(gguf_loader.PATCH)
     loader = loaders.get_model_loader(load_config(tiny))
     assert isinstance(loader, BaseModelLoader)
@@ -229,7 +229,7 @@ def test_the_loader_is_vllms_kind_and_fills_the_model(loaders, switch_on, tiny):
     assert entry("gguf_loader")["used"]
 
 
-def test_a_draft_model_gets_the_nextn_block_of_its_targets_files(loaders, switch_on, tiny):
+def test_a_draft_model_gets_the_nextn_block(loaders, switch_on, tiny):
     switch_on(gguf_loader.PATCH)
     model = Model()
     loader = loaders.get_model_loader(load_config(tiny))
@@ -257,7 +257,7 @@ def test_loader_unknown_signature(stub, switch_on):
         switch_on(gguf_loader.PATCH)
 
 
-def test_a_registration_that_did_not_take_is_found(loaders, switch_on):
+def test_a_failed_registration_is_found(loaders, switch_on):
     loaders.get_model_loader = lambda load_config: BaseModelLoader(load_config)
     with pytest.raises(ShimError, match="load format glm5_gguf gives BaseModelLoader"):
         switch_on(gguf_loader.PATCH)

@@ -1,4 +1,4 @@
-"""indexer_logits on stand-ins of each release era: who serves a call, and who must never."""
+"""indexer_logits on stand-ins of each release era: which calls our kernels serve, and which go to vLLM's own."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def op_module(stub, era="0.16", **other):
 
 
 def arguments(prefill):
-    """The first five arguments of a call; and the reference's answer."""
+    """The first five arguments of a call, and the reference's answer."""
     torch.manual_seed(0)
     if prefill:
         q, k = (torch.randn(*s).to(torch.float8_e4m3fn) for s in ((5, HEADS, DIM), (64, DIM)))
@@ -107,7 +107,7 @@ def arguments(prefill):
 
 
 def call(module, era, name, given, **change):
-    """`name` as this release calls it: the later arguments by keyword."""
+    """Calls `name` as this release does, with the later arguments by keyword."""
     values = dict(schedule_metadata=None, max_model_len=128, clean_logits=False, max_seqlen_k=64, indices=None) | change
     q = (given[0], None) if "fp4" in name and not isinstance(given[0], tuple) else given[0]
     later = list(inspect.signature(ERAS[era][name]).parameters)[5:]
@@ -116,7 +116,7 @@ def call(module, era, name, given, **change):
 
 @pytest.mark.parametrize("era", ERAS)
 @pytest.mark.parametrize("prefill", [True, False])
-def test_ours_serves_and_theirs_is_called_unchanged(stub, switch_on, chosen, kernels, era, prefill):
+def test_our_kernels_serve_and_vllms_own_get_the_same_arguments(stub, switch_on, chosen, kernels, era, prefill):
     module = op_module(stub, era)
     switch_on(LOGITS)
     for name, (adapter, _) in indexer_logits.FUNCTIONS.items():
@@ -147,7 +147,7 @@ MXFP4 = (torch.zeros(5, HEADS, DIM // 2, dtype=torch.int8), torch.zeros(5, HEADS
         (False, {"clean_logits": True}),
     ],
 )
-def test_what_the_kernels_do_not_know_goes_to_vllms_own(stub, switch_on, chosen, kernels, prefill, change):
+def test_calls_that_our_kernels_cannot_serve_go_to_vllms_own(stub, switch_on, chosen, kernels, prefill, change):
     module, change = op_module(stub, "0.28"), dict(change)
     switch_on(LOGITS)
     chosen()
@@ -159,7 +159,7 @@ def test_what_the_kernels_do_not_know_goes_to_vllms_own(stub, switch_on, chosen,
     assert kernels == []
 
 
-def test_has_deep_gemm_says_yes_only_where_we_stand_in(stub, switch_on, chosen):
+def test_has_deep_gemm_is_true_where_the_logits_are_ours(stub, switch_on, chosen):
     module = op_module(stub, "0.20")
     switch_on(LOGITS)
     assert module.has_deep_gemm() is False

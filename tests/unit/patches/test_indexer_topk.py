@@ -1,4 +1,4 @@
-"""indexer_topk, on a real torch op namespace: the attribute is what runs, and vLLM's op is what it hands to."""
+"""indexer_topk on a real torch op namespace: the attribute runs, and passes to vLLM's op what is not ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def topk_module(stub, real_ops):
 
 
 def choices():
-    """(op, arguments, expected answer) of every op as vLLM calls it: 2 requests of 3 rows, k 4."""
+    """(op, arguments, expected answer) for each op, as vLLM calls it: 2 requests of 3 rows, k = 4."""
     torch.manual_seed(0)
     logits = torch.randn(6, 40)
     lens = torch.tensor([30, 2], dtype=torch.int32)
@@ -44,7 +44,7 @@ def choices():
         yield op, (logits, lens[:, None], out(), workspace, 4, 30), expected
 
 
-def test_the_attribute_is_what_runs(topk_module, real_ops, switch_on, chosen, kernels):
+def test_the_attribute_runs(topk_module, real_ops, switch_on, chosen, kernels):
     engine = switch_on(TOPK)
     assert engine.records["indexer_topk"].state is State.APPLIED
     for op, args, expected in choices():

@@ -1,4 +1,4 @@
-"""kv_cache_dtype: fp8 becomes fp8_ds_mla for our backend, before the layer looks; for nobody else."""
+"""kv_cache_dtype: fp8 becomes fp8_ds_mla before the layer is built, and only for our backend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def layer(request, stub, switch_on):
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3"])
-def test_ours_gets_fp8_ds_mla(layer, dtype):
+def test_our_backend_gets_fp8_ds_mla(layer, dtype):
     assert layer(MEMBER, dtype) == "fp8_ds_mla"
     assert ledger._entries[NAME]["used"]
 
@@ -77,12 +77,12 @@ def test_ours_gets_fp8_ds_mla(layer, dtype):
         (MEMBER, None, {}),
     ],
 )
-def test_everything_else_is_as_it_was(layer, chooses, dtype, more):
+def test_all_else_stays(layer, chooses, dtype, more):
     assert layer(chooses, dtype, **more) == dtype
     assert not ledger._entries[NAME].get("used")
 
 
-def test_a_backend_given_by_name_counts(layer):
+def test_a_backend_that_is_given_to_the_layer_counts(layer):
     assert layer("other", "fp8", attn_backend=SimpleNamespace(get_name=lambda: MEMBER)) == "fp8_ds_mla"
 
 
