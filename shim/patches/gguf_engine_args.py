@@ -104,7 +104,9 @@ def keep_quantised(engine_args: Any, model: Any) -> None:
     asked, engine_args.quantization = engine_args.quantization, None
     if not on_nvidia():
         if asked == METHOD:
-            raise GGUFProblem(f"--quantization {METHOD} needs an NVIDIA GPU; leave it out: weights are dequantised then")
+            raise GGUFProblem(
+                f"--quantization {METHOD} needs an NVIDIA GPU; leave it out: weights are dequantised then"
+            )
         return
     if not quantised_layers(model).parameters:
         return

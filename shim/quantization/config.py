@@ -21,11 +21,11 @@ class Glm5GGUFConfig(QuantizationConfig):
     """A top-level class: it is pickled to the workers."""
 
     def __init__(self, plan: QuantisedLayers) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.plan = plan
 
     @classmethod
-    def get_name(cls) -> str:
+    def get_name(cls) -> str:  # type: ignore[override]
         return METHOD
 
     @classmethod
@@ -44,7 +44,9 @@ class Glm5GGUFConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Glm5GGUFConfig:
-        raise ValueError(f"quantisation {METHOD} is made from a GGUF, and no config names it; give the GGUF as the model")
+        raise ValueError(
+            f"quantisation {METHOD} is made from a GGUF, and no config names it; give the GGUF as the model"
+        )
 
     @cached_property
     def _workspaces(self) -> Any:
@@ -55,14 +57,15 @@ class Glm5GGUFConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """vLLM's own unquantised method for a layer that the plan does not name."""
-        import vllm.model_executor.layers.fused_moe as fused_moe
+        from vllm.model_executor.layers import fused_moe
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from shim.quantization.linear import Glm5GGUFLinear
         from shim.quantization.moe import Glm5GGUFExperts
 
-        if isinstance(layer, getattr(fused_moe, "RoutedExperts", None) or fused_moe.FusedMoE):
+        expert_layer: Any = getattr(fused_moe, "RoutedExperts", None) or getattr(fused_moe, "FusedMoE", None)
+        if isinstance(layer, expert_layer):
             experts = self.plan.experts.get(prefix)
             return experts and Glm5GGUFExperts(layer.moe_config, experts, self._workspaces)
         types = self.plan.layers.get(prefix)

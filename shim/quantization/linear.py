@@ -23,7 +23,7 @@ class Shard(NamedTuple):
     """One tensor of the file in a parameter."""
 
     start: int  # its first tile (or plain row) in the parameter
-    count: int  # tiles or rows
+    size: int  # tiles or rows
     first: int  # of the file's rows
     end: int
     whole: int  # rows that the file must have
@@ -42,7 +42,7 @@ class Glm5GGUFLinear(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -59,13 +59,13 @@ class Glm5GGUFLinear(LinearMethodBase):
         for number, (type, rows) in enumerate(zip(types, output_partition_sizes, strict=True)):
             name = linear_parameter(self.types, number)
             before = shards.setdefault(name, [])
-            start = before[-1].start + before[-1].count if before else 0
+            start = before[-1].start + before[-1].size if before else 0
             first, end, whole = _rows(layer, rows, output_size // sum(output_partition_sizes))
             before.append(Shard(start, shape_of(type, rows, self.columns)[0], first, end, whole))
             self._add_product(name, start, type, rows)
         for name, held in shards.items():
             type = types[self.names.index(name)]
-            tall = held[-1].start + held[-1].count
+            tall = held[-1].start + held[-1].size
             parameter = empty(type, tall * (1 if self._plain(type) else ROWS), self.columns)
             parameter.weight_loader = Loader(type, held, columns).load  # type: ignore[attr-defined]
             layer.register_parameter(name, parameter)
@@ -87,11 +87,11 @@ class Glm5GGUFLinear(LinearMethodBase):
     def _plain(type: Type) -> bool:
         return type in OF_DTYPE.values()
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Here every layer of the model has said what it needs."""
         layer.gguf_workspace = self.workspaces.get(self.stream, getattr(layer, self.names[0]).device)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         weights = [getattr(layer, name) for name in self.names]
         sums, counters = layer.gguf_workspace
         out: torch.Tensor = torch.ops.glm5_shim.gguf_linear(
@@ -99,8 +99,19 @@ class Glm5GGUFLinear(LinearMethodBase):
         )
         return out if bias is None else out + bias
 
+    @property
+    def form(self) -> object:
+        """Layers of one form launch the same kernels."""
+        return tuple(self.kinds), tuple(self.rows), self.columns
 
-def _rows(layer: torch.nn.Module, rows: int, pieces: int) -> tuple[int, int, int]:
+    def warm_up(self, layer: Any, dtype: torch.dtype) -> None:
+        device = getattr(layer, self.names[0]).device
+        steps = {step for rows in self.rows for step in launch.steps(rows, self.columns, sm_count(device))}
+        for tokens in sorted(steps):
+            self.apply(layer, torch.zeros(tokens, self.columns, dtype=dtype, device=device))
+
+
+def _rows(layer: Any, rows: int, pieces: int) -> tuple[int, int, int]:
     """First and end of this rank's rows in the file, and how many the file has."""
     if isinstance(layer, ParallelLMHead):  # the last rank's rows may be padding, in part or all
         indices = layer.shard_indices
@@ -120,5 +131,5 @@ class Loader:
         shard = self._shards[shard_id or 0] if len(self._shards) > 1 else self._shards[0]
         if loaded_weight.shape[0] != shard.whole:
             raise ValueError(f"the file has {loaded_weight.shape[0]} rows, the layer {shard.whole}")
-        target = param.data[shard.start : shard.start + shard.count]
+        target = param.data[shard.start : shard.start + shard.size]
         lay(target, self._type, loaded_weight[shard.first : shard.end], self._columns)

@@ -17,7 +17,9 @@ from shim.quantization.workspaces import Workspaces
 
 STREAM = "experts"
 SHARDS = ("w1", "w3", "w2")  # vLLM's names of gate, up and down
-NAMES = tuple(f"w{'2' if shard == 'w2' else '13'}_{name}" for shard, name in zip(SHARDS, EXPERT_PARAMETERS, strict=True))
+NAMES = tuple(
+    f"w{'2' if shard == 'w2' else '13'}_{name}" for shard, name in zip(SHARDS, EXPERT_PARAMETERS, strict=True)
+)
 LAYER = ("expert_map", "_map_global_expert_id_to_local_expert_id", "moe_config", "activation", "top_k")
 
 
@@ -31,7 +33,7 @@ class Glm5GGUFExperts(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -59,23 +61,37 @@ class Glm5GGUFExperts(FusedMoEMethodBase):
         experts, device = self._weights(layer), layer.w2_qweight.device
         self.workspaces.need(STREAM, device, *launch.most_needs(layer.top_k, experts, device))
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         layer.gguf_workspace = self.workspaces.get(STREAM, layer.w2_qweight.device)
 
-    def _weights(self, layer: torch.nn.Module) -> launch.Experts:
+    @property
+    def form(self) -> object:
+        """Layers of one form launch the same kernels."""
+        return tuple(self.kinds), self.shapes
+
+    def warm_up(self, layer: Any, dtype: torch.dtype) -> None:
+        device, experts = layer.w2_qweight.device, self._weights(layer)
+        count, top_k = experts.down.data.shape[0], layer.top_k
+        workspace = launch.Workspace.holding(*layer.gguf_workspace)
+        for tokens, plan in launch.steps(top_k, experts, device):
+            x = torch.zeros(tokens, experts.gate.columns, dtype=dtype, device=device)
+            ids = torch.arange(tokens * top_k, dtype=torch.int32, device=device).view(tokens, top_k) % count
+            launch.moe(x, experts, ids, torch.ones_like(ids, dtype=torch.float32), workspace=workspace, plan=plan)
+
+    def _weights(self, layer: Any) -> launch.Experts:
         data = (getattr(layer, name).data for name in NAMES)
         return launch.Experts(*(Weight(d, t, *s) for d, t, s in zip(data, self.kinds, self.shapes, strict=True)))
 
-    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
         return None
 
     def maybe_make_prepare_finalize(self, *args: Any, **kwargs: Any) -> None:
         """None: 0.16 to 0.27 would replace this method by kernels of their own."""
         return None
 
-    def apply(
+    def apply(  # type: ignore[override]
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,

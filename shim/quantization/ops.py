@@ -1,7 +1,7 @@
-"""The product of a linear layer as a custom op: vLLM up to 0.28 traces linear layers, and no kernel of ours is for Dynamo.
+"""The product of a linear layer as a custom op: vLLM up to 0.28 traces linear layers, and Dynamo must not trace kernels.
 
-The types of a file are constants of a traced graph. So the config that vLLM hashes for its cache of graphs has a digest of
-them (shim.gguf.hf_directory).
+The types of a file are constants of a traced graph. So the config that vLLM hashes for its cache of graphs has a digest
+of them (shim.gguf.hf_directory).
 """
 
 from __future__ import annotations

@@ -59,6 +59,16 @@ def most_needs(rows: int, columns: int, sms: int) -> tuple[int, int]:
     return max(sums for sums, _ in found), max(tiles for _, tiles in found)
 
 
+@lru_cache
+def steps(rows: int, columns: int, sms: int) -> list[int]:
+    """The numbers of tokens from which on another kernel runs: between them they launch all."""
+    plans = [tune.plan(tokens, rows, columns, sms) for tokens in range(1, tune.MANY + 1)]
+    found: dict[tune.Plan | None, int] = {}
+    for tokens, plan in enumerate(plans, 1):
+        found.setdefault(plan, tokens)
+    return list(found.values())
+
+
 def linear(
     x: torch.Tensor,
     weight: Weight,
@@ -101,7 +111,7 @@ def _launch(x: torch.Tensor, weight: Weight, w: Operand, out: torch.Tensor, spac
         x, w.data, w.table, out, space.partial, space.arrived, x.shape[0], weight.rows, weight.columns, w.tiles,
         x.stride(0), out.stride(0), **constants(config, w.type, w.bytes, plan.splits, operand_width(x.device)),
     )  # fmt: skip
-    compiled.tell(plan)
+    compiled.report(plan)
 
 
 def constants(config: tune.Config, type: str, bytes: int, splits: int, width: int) -> dict[str, Any]:

@@ -101,6 +101,24 @@ def most_needs(top_k: int, experts: Experts, device: torch.device) -> tuple[int,
     return sums, tiles
 
 
+def steps(top_k: int, experts: Experts, device: torch.device) -> list[tuple[int, tune.Plan]]:
+    """Numbers of tokens, each with a plan, that between them launch every kernel. Plans for many slots are for all from
+    the number on that they are first made for, and few tokens will do."""
+    found: dict[Any, tuple[int, tune.Plan]] = {}
+    for tokens in range(1, tune.FEW_SLOTS // top_k + 2):
+        slots = tokens * top_k
+        plan = tune.plan(slots, capability(device))
+        few = _few(slots, top_k, experts, plan, sm_count(device)) if plan.few else None
+        key = (few and (few.gate_up_splits, few.down_splits), (slots - 1).bit_length()) if plan.few else plan
+        found.setdefault(key, (tokens, plan))
+    least = max(tokens for tokens, _ in found.values())
+    for power in range(24):
+        plan = tune.plan(1 << power, capability(device))
+        if not plan.few:
+            found.setdefault(plan, (least, plan))
+    return list(found.values())
+
+
 def moe(
     x: torch.Tensor,
     experts: Experts,
@@ -133,7 +151,7 @@ def moe(
         _launch_few(x, experts, topk_ids, topk_weights, out, workspace, plan)
     else:
         _launch_many(x, experts, topk_ids, topk_weights, out, plan)
-    compiled.tell(plan)
+    compiled.report(plan)
     return out
 
 
@@ -178,7 +196,9 @@ def _launch_many(
         _gate_up(x, some[0], some[1], order, blocks, hidden, first, top_k, plan)
     if plan.down.tokens != plan.gate_up.tokens:
         order, blocks = sort(ids, count, plan.down.tokens, order)
-    step = min(down.rows, max(plan.down.block_n, tune.PARTS_BYTES // (2 * slots) // plan.down.block_n * plan.down.block_n))
+    step = min(
+        down.rows, max(plan.down.block_n, tune.PARTS_BYTES // (2 * slots) // plan.down.block_n * plan.down.block_n)
+    )
     shares = torch.empty(slots * step, dtype=x.dtype, device=x.device)
     for middle in range(0, down.rows, step):
         rows = min(step, down.rows - middle)
@@ -336,7 +356,11 @@ def _check(
     if ids.shape != weights.shape:
         raise ValueError(f"topk_weights is {list(weights.shape)}, topk_ids {list(ids.shape)}: expected the same")
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.stride(1) != 1):
-        raise ValueError(f"out is {list(out.shape)} of {out.dtype}, expected {list(x.shape)} of {x.dtype}, rows contiguous")
-    devices = {t.device for t in (x, gate.data, up.data, down.data, ids, weights)} | ({out.device} if out is not None else set())
+        raise ValueError(
+            f"out is {list(out.shape)} of {out.dtype}, expected {list(x.shape)} of {x.dtype}, rows contiguous"
+        )
+    devices = {t.device for t in (x, gate.data, up.data, down.data, ids, weights)} | (
+        {out.device} if out is not None else set()
+    )
     if len(devices) > 1:
         raise ValueError(f"arguments are on {', '.join(sorted(map(str, devices)))}: expected one device")
