@@ -85,7 +85,7 @@ def dequantize(
         raise ValueError(f"out is {list(out.shape)} of {out.dtype}, expected contiguous {list(shape)} of {dtype}")
     if out.numel():
         w = operand(weight)
-        grid = (-(-count // BLOCK), -(-weight.columns // 128), matrices.numel())
+        grid = (-(-count // BLOCK), -(-weight.columns // COLUMNS), matrices.numel())
         kernel.dequantize[grid](
             w.data, w.table, out, weight.rows, weight.columns, w.tiles, first, count, w.matrix,
             TYPE=w.type, BYTES=w.bytes, BLOCK=BLOCK, num_warps=WARPS,

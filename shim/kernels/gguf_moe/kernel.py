@@ -212,12 +212,11 @@ def gate_up_many(
 @triton.jit(do_not_specialize=_ANY)
 def down_many(
     hidden, down, table, order, plan, weights, parts,
-    first, count, rows, columns, tiles, middle, down_e,
+    first, count, rows, columns, tiles, down_e,
     TYPE: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """parts [slots, rows] = weight * down(hidden), of `rows` rows from row `middle` of down on (whole tiles). Grid and
-    experts: as of `gate_up_many`."""
+    """parts [slots, rows] = weight * down(hidden), of `rows` rows. Grid and experts: as of `gate_up_many`."""
     block = tl.program_id(1)
     expert = tl.load(plan + block * 3) - first
     if (expert >= 0) & (expert < count):
@@ -225,7 +224,7 @@ def down_many(
         valid = at < tl.load(plan + block * 3 + 2)
         lines = at * columns
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        row = middle + tl.minimum(tl.program_id(0) * BLOCK_N + rows_of_threads(BLOCK_N, WARPS), rows - 1)
+        row = tl.minimum(tl.program_id(0) * BLOCK_N + rows_of_threads(BLOCK_N, WARPS), rows - 1)
         matrix = down + expert.to(tl.int64) * down_e
         acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
         for k in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
@@ -283,7 +282,7 @@ def gate_up_dense(
 
 @triton.jit(do_not_specialize=_ANY)
 def down_dense(
-    hidden, down, order, plan, weights, parts, first, count, rows, columns, middle, down_e,
+    hidden, down, order, plan, weights, parts, first, count, rows, columns, down_e,
     BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `down_many`, of weights in 16 bits: down [count, ..., columns]. Tokens are the MMA's rows."""
@@ -295,7 +294,7 @@ def down_dense(
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         lines = hidden + at.to(tl.int64)[:, None] * columns + k[None, :]
-        place = (middle + tl.minimum(n, rows - 1))[None, :] * columns + k[:, None]
+        place = tl.minimum(n, rows - 1)[None, :] * columns + k[:, None]
         down += expert.to(tl.int64) * down_e
         acc = tl.zeros([TOKENS, BLOCK_N], tl.float32)
         for step in tl.range(0, tl.cdiv(columns, BLOCK_K), num_stages=STAGES):

@@ -160,15 +160,22 @@ def _launch_many(
         _gate_up(x, some[0], some[1], order, blocks, hidden, first, top_k, plan)
     if plan.down.tokens != plan.gate_up.tokens:
         order, blocks = sort(ids, count, plan.down.tokens, order)
-    step = min(down.rows, max(plan.down.block_n, tune.PARTS_BYTES // (2 * slots) // plan.down.block_n * plan.down.block_n))
+    step = columns_at_once(slots, down.rows)
     shares = torch.empty(slots * step, dtype=x.dtype, device=x.device)
     for middle in range(0, down.rows, step):
         rows = min(step, down.rows - middle)
-        for first, some in _parts((down,), x.dtype, plan):
-            _down(hidden, some[0], order, blocks, weights, shares, first, rows, middle, plan)
+        for first, some in _parts((rows_view(down, middle, rows),), x.dtype, plan):
+            _down(hidden, some[0], order, blocks, weights, shares, first, plan)
         kernel.add_up[(-(-rows // tune.ADD), tokens)](
             shares, ids, out, top_k, rows, middle, count, out.stride(0), BLOCK=tune.ADD
         )
+
+
+def columns_at_once(slots: int, columns: int) -> int:
+    """Of the answer: slots' shares of all are added up before those of the next. Whole 256, and much the same each time."""
+    most = max(1, tune.PARTS_BYTES // (2 * slots * 256))
+    wide = -(-columns // 256)
+    return min(columns, -(-wide // -(-wide // most)) * 256)
 
 
 def _gate_up(
@@ -207,23 +214,21 @@ def _down(
     weights: torch.Tensor,
     shares: torch.Tensor,
     first: int,
-    rows: int,
-    middle: int,
     plan: tune.Plan,
 ) -> None:
-    """Of the experts from `first` on that down holds, and of so many rows from `middle` on."""
+    """Of the experts from `first` on that down holds."""
     config, count = plan.down, down.data.shape[0]
-    grid = (-(-rows // config.block_n), len(blocks))
+    grid = (-(-down.rows // config.block_n), len(blocks))
     if plan.dense:
         kernel.down_dense[grid](
-            hidden, down.data, order, blocks, weights, shares, first, count, rows, down.columns, middle,
+            hidden, down.data, order, blocks, weights, shares, first, count, down.rows, down.columns,
             down.data.stride(0), **dense_constants(config),
         )  # fmt: skip
     else:
         d = operand(down)
         kernel.down_many[grid](
             hidden, d.data, d.table, order, blocks, weights, shares,
-            first, count, rows, down.columns, d.tiles, middle, d.matrix,
+            first, count, down.rows, down.columns, d.tiles, d.matrix,
             **down_constants(config, d, operand_width(hidden.device)),
         )  # fmt: skip
 
@@ -255,7 +260,8 @@ def _parts(weights: tuple[Weight, ...], dtype: torch.dtype, plan: tune.Plan) -> 
         yield 0, weights
         return
     each = sum(2 * w.rows * w.columns for w in weights)
-    step = max(1, min(count, tune.WORKSPACE_BYTES // each))
+    most = max(1, min(count, tune.WORKSPACE_BYTES // each))
+    step = -(-count // -(-count // most))  # much the same each time
     types = {t: k for k, t in PLAIN.items()}
     space = [torch.empty(step, w.rows, w.columns, dtype=dtype, device=w.data.device) for w in weights]
     for first in range(0, count, step):
