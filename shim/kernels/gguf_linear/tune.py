@@ -20,9 +20,9 @@ class Config:
 FEW = Config(block_n=64, tokens=8, stages=1, warps=4, per_sm=8)
 SOME = Config(block_n=64, tokens=16, stages=1, warps=4, per_sm=8)
 MORE = Config(block_n=64, tokens=32, stages=1, warps=4, per_sm=4)
-# Tokens from which on weights are dequantised, slice by slice, for a product of 16 bits. H200, Q4_K 2,048 x 6,144: 64
-# tokens in 24 us (dequantised: 30), 128 in 34 (34), 256 in 55 (36), 8,192 in 280 (cuBLAS alone: 260)
-MANY = 128
+# Tokens from which on weights are dequantised, slice by slice, for a product of 16 bits. H200, Q4_K 2,048 x 6,144: 32
+# tokens in 18 us (dequantised: 18), 64 in 24 (19), 128 in 34 (23), 8,192 in 267 (cuBLAS alone: 257)
+MANY = 48
 
 
 @dataclass(frozen=True)

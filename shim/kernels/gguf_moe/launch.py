@@ -110,7 +110,8 @@ def moe(
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0 or topk_ids.numel() == 0:
         return out.zero_()
-    plan = plan or tune.plan(topk_ids.numel(), capability(x.device))
+    plain = all(w.type in PLAIN and w.data.dtype == x.dtype for w in experts)
+    plan = plan or tune.plan(topk_ids.numel(), capability(x.device), plain)
     if plan.few:
         _launch_few(x, experts, topk_ids, topk_weights, out, workspace, plan)
     else:

@@ -28,16 +28,17 @@ class Plan:
     dense: bool = False  # experts go to 16 bits first, as many at a time as the workspace holds
 
 
-FEW_SLOTS = 256
-FEW = Plan(Config(64, 8, 1, 4, 4), Config(64, 8, 1, 4, 6), few=True)
-MANY_9 = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
-MANY_12 = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
+FEW_SLOTS, MANY_SLOTS = 256, 8192  # up to which slots are few; from which experts are dequantised first on 9.0
+FEW = Plan(Config(32, 8, 1, 4, per_sm=8), Config(64, 8, 1, 4, per_sm=8), few=True)
+SOME = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
+DENSE = Plan(Config(128, 64, 3, 8), Config(128, 64, 3, 4), few=False, dense=True)
 
 
-def plan(slots: int, capability: tuple[int, int]) -> Plan:
+def plan(slots: int, capability: tuple[int, int], plain: bool = False) -> Plan:
+    """plain: all weights are of 16 bits."""
     if slots <= FEW_SLOTS:
         return FEW
-    return MANY_9 if capability[0] == 9 else MANY_12
+    return DENSE if plain or (capability[0] == 9 and slots >= MANY_SLOTS) else SOME
 
 
 def splits(tiles: int, most: int, config: Config, sms: int) -> int:
