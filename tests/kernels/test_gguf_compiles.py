@@ -123,5 +123,9 @@ if __name__ == "__main__":
     if "--all" in sys.argv:
         found = compile_gate.compile_all(__file__, jobs(every=True))
         print(table(found))
-        sys.exit(json.dumps({f"{r['type']} {r['kernel']}": refuse(r) for r in found if refuse(r)}) if any(map(refuse, found)) else 0)
+        sys.exit(
+            json.dumps({f"{r['type']} {r['kernel']}": refuse(r) for r in found if refuse(r)})
+            if any(map(refuse, found))
+            else 0
+        )
     compile_gate.main(compile_one)

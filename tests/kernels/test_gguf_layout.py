@@ -19,7 +19,7 @@ def test_every_type_that_gguf_dequantises_is_known():
 
 @pytest.mark.parametrize("kind", [t for t in FORMS if t is not Type.TQ1_0], ids=lambda t: t.name)
 def test_bits_are_moved_and_none_is_lost(kind):
-    """Of blocks with one bit set each differs from that of zeros in one bit, another for each: so there is an inverse."""
+    """Of blocks with one bit set each differs from that of zeros in one bit, another for each: there is an inverse."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     count = size * (256 // block)
     assert FORMS[kind].row_bytes == count

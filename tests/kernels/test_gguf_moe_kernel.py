@@ -69,7 +69,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 ], ids=["split", "many", "many in bf16", "unlike", "dense"])  # fmt: skip
 def test_every_way(plan, dtype, hidden):
     """Also more slots of an expert than a program takes at a time."""
-    run(*layer((Type.Q4_K, Type.Q6_K, Type.IQ3_XXS), 3, hidden=hidden), *routed(12, 3, 2, 0.1), plan, dtype)
+    run(*layer((Type.Q4_K, Type.Q6_K, Type.IQ3_XXS), 2, hidden=hidden), *routed(10, 2, 2, 0.1), plan, dtype)
 
 
 @pytest.mark.parametrize("plan", [FEW, MANY, DENSE], ids=["few", "many", "dense"])
@@ -81,8 +81,8 @@ def test_tails_of_columns_and_odd_rows(plan):
 @pytest.mark.parametrize("plan", [FEW, MANY], ids=["few", "many"])
 def test_all_tokens_to_one_expert_and_none(plan):
     weights, numbers = layer((Type.Q8_0,) * 3, width=32, hidden=64)
-    _, share = routed(20, 4, 2)
-    ids = torch.full((20, 2), -1, dtype=torch.int32, device=DEVICE)
+    _, share = routed(10, 4, 2)
+    ids = torch.full((10, 2), -1, dtype=torch.int32, device=DEVICE)
     run(weights, numbers, ids, share, plan)
     ids[:, 1] = 2
     run(weights, numbers, ids, share, plan)
@@ -160,7 +160,7 @@ def test_large(kind, tokens):
 @needs_gpu
 def test_offsets_past_2_to_the_31():
     """Experts of 4.5 GB: the last answers as the first, of which it is a copy."""
-    weights, numbers = layer((Type.Q8_0,) * 3, 1, 2048, 2048)
+    weights, _ = layer((Type.Q8_0,) * 3, 1, 2048, 2048)
     many = launch.Experts(*(w._replace(data=w.data.repeat(1000, 1, 1, 1)) for w in weights))
     for tokens in (1, 200):
         ids, share = routed(tokens, 1, 1, absent=0)

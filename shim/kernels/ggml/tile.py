@@ -416,7 +416,7 @@ def _iq2(half, table, d, spot, nil, TYPE: tl.constexpr):
         second = first
         signs = _signs(signs)
     elif TYPE == "IQ2_XS":
-        high = ((signs >> 7 & 1) | (signs >> 13 & 4) | (signs >> 19 & 16) | (signs >> 25 & 64))
+        high = (signs >> 7 & 1) | (signs >> 13 & 4) | (signs >> 19 & 16) | (signs >> 25 & 64)
         both = _byte(half, spot, 2 * 256)
         first, second = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
         signs = _signs(signs)

@@ -36,6 +36,14 @@ def _gate_up(
     return split_products(acc)
 
 
+@triton.jit
+def _members(same, rank, i, members, begin, TOKENS: tl.constexpr):
+    """Slots `begin` to begin + TOKENS of one expert, and which of them there are."""
+    at = begin + tl.arange(0, TOKENS)
+    of = tl.sum(tl.where(same[None, :] & (rank[None, :] == at[:, None]), i[None, :], 0), 1)
+    return of, at < members
+
+
 @triton.jit(do_not_specialize=_ANY)
 def gate_up_few(
     x, gate, gate_table, up, up_table, ids, hidden, partial, arrived,
@@ -65,13 +73,11 @@ def gate_up_few(
         up += expert.to(tl.int64) * up_e
         wide = tl.cdiv(columns, 256)
         share = tl.cdiv(wide, SPLITS)
+        size = slots.to(tl.int64) * rows
         for begin in range(0, members, TOKENS):
-            at = begin + tl.arange(0, TOKENS)
-            valid = at < members
-            of = tl.sum(tl.where(same[None, :] & (rank[None, :] == at[:, None]), i[None, :], 0), 1)
-            lines = of // top_k * x_t
+            of, valid = _members(same, rank, i, members, begin, TOKENS)
             g, u = _gate_up(
-                gate, gate_table, up, up_table, row, x, lines, valid, columns, gate_tiles, up_tiles,
+                gate, gate_table, up, up_table, row, x, of // top_k * x_t, valid, columns, gate_tiles, up_tiles,
                 split * share, tl.minimum(split * share + share, wide),
                 GATE, GATE_BYTES, UP, UP_BYTES, STAGES, WARPS, WIDTH,
             )  # fmt: skip
@@ -80,16 +86,19 @@ def gate_up_few(
             if SPLITS == 1:
                 tl.store(hidden + place, _silu_product(g, u).to(hidden.dtype.element_ty), mask=inside)
             else:
-                size = slots.to(tl.int64) * rows
-                kept = partial + place
-                tl.store(kept + split * 2 * size, g, mask=inside)
-                tl.store(kept + (split * 2 + 1) * size, u, mask=inside)
-                if is_last(arrived + slot * tl.cdiv(rows, BLOCK_N) + tile_n, SPLITS):
+                tl.store(partial + split * 2 * size + place, g, mask=inside)
+                tl.store(partial + (split * 2 + 1) * size + place, u, mask=inside)
+        if SPLITS > 1:
+            if is_last(arrived + slot * tl.cdiv(rows, BLOCK_N) + tile_n, SPLITS):
+                for begin in range(0, members, TOKENS):
+                    of, valid = _members(same, rank, i, members, begin, TOKENS)
+                    inside = (n < rows)[:, None] & valid[None, :]
+                    place = of.to(tl.int64)[None, :] * rows + n[:, None]
                     g = tl.zeros([BLOCK_N, TOKENS], tl.float32)
                     u = tl.zeros([BLOCK_N, TOKENS], tl.float32)
                     for other in range(SPLITS):
-                        g += tl.load(kept + other * 2 * size, mask=inside, other=0.0)
-                        u += tl.load(kept + (other * 2 + 1) * size, mask=inside, other=0.0)
+                        g += tl.load(partial + other * 2 * size + place, mask=inside, other=0.0)
+                        u += tl.load(partial + (other * 2 + 1) * size + place, mask=inside, other=0.0)
                     tl.store(hidden + place, _silu_product(g, u).to(hidden.dtype.element_ty), mask=inside)
 
 
@@ -228,7 +237,9 @@ def down_many(
         matrix = down + expert.to(tl.int64) * down_e
         acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
         for k in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
-            acc = add_product(acc, matrix, table, row, hidden, lines, valid, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH)
+            acc = add_product(
+                acc, matrix, table, row, hidden, lines, valid, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH
+            )
         slot = tl.load(order + at, mask=valid, other=0)
         weight = tl.load(weights + slot, mask=valid, other=0.0)
         place = slot.to(tl.int64)[None, :] * rows + n[:, None]

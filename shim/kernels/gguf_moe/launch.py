@@ -325,7 +325,11 @@ def _check(
     if ids.shape != weights.shape:
         raise ValueError(f"topk_weights is {list(weights.shape)}, topk_ids {list(ids.shape)}: expected the same")
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.stride(1) != 1):
-        raise ValueError(f"out is {list(out.shape)} of {out.dtype}, expected {list(x.shape)} of {x.dtype}, rows contiguous")
-    devices = {t.device for t in (x, gate.data, up.data, down.data, ids, weights)} | ({out.device} if out is not None else set())
+        raise ValueError(
+            f"out is {list(out.shape)} of {out.dtype}, expected {list(x.shape)} of {x.dtype}, rows contiguous"
+        )
+    devices = {t.device for t in (x, gate.data, up.data, down.data, ids, weights)} | (
+        {out.device} if out is not None else set()
+    )
     if len(devices) > 1:
         raise ValueError(f"arguments are on {', '.join(sorted(map(str, devices)))}: expected one device")
