@@ -1,5 +1,5 @@
-"""Weights of any type, as the kernels take them and as numbers; and the measure of an answer: no further from float64 than
-a layer of 16 bits on the same numbers is."""
+"""Weights of any type, as the kernels take them and as numbers; and the measure of an answer: no further from float64
+than a layer of 16 bits on the same numbers is."""
 
 import torch
 from gguf import GGMLQuantizationType as Type

@@ -1,7 +1,9 @@
-"""Products of every type compiled for sm_120 by the ptxas that Triton carries, without a GPU: one kernel of each type,
-every kernel of two. All kernels of all types take half an hour: `python tests/kernels/test_gguf_compiles.py --all`.
+"""Products of every type compiled for sm_120 by the ptxas that Triton carries, without a GPU: one kernel of each
+type, every kernel of one. All kernels of all types take half an hour:
+`python tests/kernels/test_gguf_compiles.py --all`.
 
-As a script without arguments this file compiles what it is told and prints one JSON object per kernel (compile_gate.py).
+As a script without arguments this file compiles what it is told and prints one JSON object per kernel
+(compile_gate.py).
 """
 
 import json
@@ -37,8 +39,8 @@ def compile_one(job: dict) -> dict:
     from gguf import GGMLQuantizationType as Type
 
     from shim.kernels.ggml import tables
-    from shim.kernels.ggml.layout import FORMS
     from shim.kernels.ggml.launch import Operand
+    from shim.kernels.ggml.layout import FORMS
     from shim.kernels.gguf_linear import kernel as linear
     from shim.kernels.gguf_linear import launch as linear_launch
     from shim.kernels.gguf_linear import tune as linear_tune
@@ -98,7 +100,8 @@ def table(rows: list[dict]) -> str:
     lines = ["  sm type    kernel         shared regs warps/SM of 12.x  config"]
     for row in rows:
         lines.append(
-            f"{row['cap']:>4} {row['type'] or '16 bits':<7} {row['kernel']:<13} {row['shared']:>7} {row['registers']:>4} "
+            f"{row['cap']:>4} {row['type'] or '16 bits':<7} {row['kernel']:<13} {row['shared']:>7} "
+            f"{row['registers']:>4} "
             f"{compile_gate.resident_warps(row):>16}  {row['built']}"
         )
     return "\n".join(lines)
@@ -122,10 +125,7 @@ def test_what_does_not_fit_is_refused(rows):
 if __name__ == "__main__":
     if "--all" in sys.argv:
         found = compile_gate.compile_all(__file__, jobs(every=True))
+        refused = {f"{row['cap']} {row['type']} {row['kernel']}": why for row in found if (why := refuse(row))}
         print(table(found))
-        sys.exit(
-            json.dumps({f"{r['type']} {r['kernel']}": refuse(r) for r in found if refuse(r)})
-            if any(map(refuse, found))
-            else 0
-        )
+        sys.exit(json.dumps(refused, indent=1) if refused else 0)
     compile_gate.main(compile_one)

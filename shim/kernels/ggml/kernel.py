@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""What the products share: a block of weights in 16 bits, a step of a product with few tokens, and the sum that the last of
-several programs makes. And the kernel that writes weights of any type to memory in 16 bits."""
+"""What the products share: a block of weights in 16 bits, a step of a product, and the count by which the last of
+several programs knows that it is. And the kernel that writes weights of any type to memory in 16 bits."""
 
 import triton
 import triton.language as tl
@@ -31,7 +31,7 @@ def rows_of_threads(BLOCK: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _operand(w, WARPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Weights [pairs of 8 rows, 2, WARPS, 8, 4, 32] as the MMA's first operand: [rows, 128 columns in `_columns`' order]."""
+    """Weights [n, 2, WARPS, 8, 4, 32] as the MMA's first operand: [rows, 128 columns in the order of `_columns`]."""
     PAIRS: tl.constexpr = w.shape[0]
     w = tl.reshape(w, [PAIRS, 2, WARPS, 8, 4, 16 // WIDTH, 2, WIDTH])
     return tl.reshape(tl.permute(w, 0, 2, 1, 3, 5, 6, 4, 7), [PAIRS * 16 * WARPS, 128])
@@ -40,8 +40,9 @@ def _operand(w, WARPS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _columns(WIDTH: tl.constexpr):
     """The order of 128 columns in an operand. A thread decodes 32 neighbours, of an operand it has WIDTH of every
-    4 * WIDTH; so columns are renumbered, for weights and x alike, and a weight enters the MMA in the thread that decoded
-    it. WIDTH is what Triton takes for the operand (kWidth): another is as right, but then weights move between threads."""
+    4 * WIDTH; so columns are renumbered, for weights and x alike, and a weight enters the MMA in the thread that
+    decoded it. WIDTH is what Triton takes for the operand (kWidth): another is as right, but then weights move between
+    threads."""
     i = tl.arange(0, 128)
     return i // WIDTH % 4 * 32 + i // (8 * WIDTH) * (2 * WIDTH) + i // (4 * WIDTH) % 2 * WIDTH + i % WIDTH
 
@@ -90,8 +91,8 @@ def add_product(
 ):  # fmt: skip
     """acc [rows, tokens] + (weights of column tile tile_k) . x^T, weights as the MMA's first operand.
 
-    row: in the order of `rows_of_threads`; lines: where x's rows begin, int32 [tokens], those that are not valid are not
-    read. Of two products in a chain Triton puts all warps along the rows; of a single one with many tokens it would not.
+    row: in the order of `rows_of_threads`; lines: where x's rows begin, int32 [tokens], those that are not valid are
+    not read. Of two products in a chain Triton puts all warps along the rows; of one alone, with many tokens, not.
     For few tokens all loads come before the first barrier, the one that x's way through shared memory needs.
     """
     step = tile_k * 2
@@ -115,8 +116,8 @@ def add_products(
     GATE: tl.constexpr, GATE_BYTES: tl.constexpr, UP: tl.constexpr, UP_BYTES: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """As `add_product`, of the same rows of two matrices: acc [2 * rows, tokens] has 8 rows of gate, then those of up, and
-    so on. row: 0, 1, ... on; `split_products` takes the two apart again. One product, so that x is read once."""
+    """As `add_product`, of the same rows of two matrices: acc [2 * rows, tokens] has 8 rows of gate, then those of up,
+    and so on. row: 0, 1, ... on; `split_products` takes the two apart again. One product, so that x is read once."""
     step = tile_k * 2
     dtype: tl.constexpr = x.dtype.element_ty
     if lines.shape[0] <= 16:
@@ -155,8 +156,8 @@ def split_products(acc):
 
 @triton.jit
 def is_last(arrived, COUNT: tl.constexpr):
-    """True in the last of COUNT programs that come here with this counter, which is 0 before and after. It sees all that
-    the others wrote before they came."""
+    """True in the last of COUNT programs that come here with this counter, which is 0 before and after. It sees all
+    that the others wrote before they came."""
     tl.debug_barrier()  # every warp has written before the program counts
     last = tl.atomic_add(arrived, 1, sem="acq_rel") == COUNT - 1
     if last:

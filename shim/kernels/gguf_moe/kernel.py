@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Experts with weights in GGML blocks: sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
 
-A slot is one choice of a token: slot t * top_k + j is choice j of token t. Its expert is -1 if it is not to be computed.
+A slot is one choice of a token: slot t * top_k + j is choice j of token t. Its expert is -1 if it is not
+to be computed.
 """
 
 import triton
@@ -52,8 +53,9 @@ def gate_up_few(
     SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """hidden [slots, rows] = silu(gate(x)) * up(x), few slots. A slot's programs (grid's second axis) make all slots of its
-    expert, if it is the first of them. First axis: BLOCK_N rows, in SPLITS parts of the columns; the last adds up.
+    """hidden [slots, rows] = silu(gate(x)) * up(x), few slots. A slot's programs (grid's second axis) make all slots
+    of its expert, if it is the first of them. First axis: BLOCK_N rows, in SPLITS parts of the columns; the last
+    adds up.
 
     partial: fp32 [SPLITS, 2, slots, rows]; arrived: int32 [slots, tiles of rows], zeros before and after
     gate_e, up_e: values from one expert to the next
@@ -88,7 +90,7 @@ def gate_up_few(
             else:
                 tl.store(partial + split * 2 * size + place, g, mask=inside)
                 tl.store(partial + (split * 2 + 1) * size + place, u, mask=inside)
-        if SPLITS > 1:
+        if SPLITS > 1:  # noqa: SIM102 - known when compiled
             if is_last(arrived + slot * tl.cdiv(rows, BLOCK_N) + tile_n, SPLITS):
                 for begin in range(0, members, TOKENS):
                     of, valid = _members(same, rank, i, members, begin, TOKENS)
@@ -109,8 +111,8 @@ def down_few(
     TYPE: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, rows] = sum of weight * down(hidden) over a token's slots, few tokens. Grid: BLOCK_N rows with SPLITS
-    parts of the token's slots, by tokens, which run side by side and meet in L2. The last of the parts adds up.
+    """out [tokens, rows] = sum of weight * down(hidden) over a token's slots, few tokens. Grid: BLOCK_N rows with
+    SPLITS parts of the token's slots, by tokens, which run side by side and meet in L2. The last of the parts adds up.
 
     partial: fp32 [SPLITS, tokens, rows]; arrived: int32 [tokens, tiles of rows], zeros before and after
     """
@@ -166,8 +168,8 @@ def place(
     ids, counts, ranks, order, plan, slots, experts, blocks,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """order: slots, expert by expert. plan: int32 [blocks, 3]: expert, first and end in `order` of up to TOKENS slots of
-    one expert; expert -1 where there are no more."""
+    """order: slots, expert by expert. plan: int32 [blocks, 3]: expert, first and end in `order` of up to TOKENS slots
+    of one expert; expert -1 where there are no more."""
     e = tl.arange(0, EXPERTS)
     counted = tl.load(counts + e, mask=e < experts, other=0)
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)

@@ -1,5 +1,5 @@
-"""The host side of quantised experts: checks, plan, launch. No host sync; grids depend on shapes alone, so that a captured
-graph serves any choice of experts."""
+"""The host side of quantised experts: checks, plan, launch. No host sync; grids depend on shapes alone, so that a
+captured graph serves any choice of experts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Experts(NamedTuple):
 
 
 class Workspace:
-    """What programs that share a product leave for the last of them (few tokens): at one address for as long as graphs are
-    replayed. Calls that may run at the same time need one each."""
+    """What programs that share a product leave for the last of them (few tokens): at one address for as long as graphs
+    are replayed. Calls that may run at the same time need one each."""
 
     def __init__(self, sums: int, tiles: int, device: torch.device | str) -> None:
         """sums: fp32 numbers; tiles: counters, which every launch leaves at zero."""
@@ -52,8 +52,8 @@ class Workspace:
     def check(self, sums: int, tiles: int) -> None:
         if sums > self.partial.numel() or tiles > self.arrived.numel():
             raise ValueError(
-                f"workspace has {self.partial.numel()} sums and {self.arrived.numel()} counters, this call needs {sums} "
-                f"and {tiles}"
+                f"workspace has {self.partial.numel()} sums and {self.arrived.numel()} counters, this call needs "
+                f"{sums} and {tiles}"
             )
 
 
@@ -101,9 +101,9 @@ def moe(
     workspace:    for few tokens; without it memory is allocated, and cleared, where programs share a product
     plan:         another than `tune.plan`'s (tuning, tests)
 
-    Returns [T, K] of x's dtype; 0 for a token without experts. Products are summed in fp32; what lies between gate and down
-    is of x's dtype, and so are a token's shares of the answer where there are many tokens. ValueError names an argument
-    that does not fit.
+    Returns [T, K] of x's dtype; 0 for a token without experts. Products are summed in fp32; what lies between gate and
+    down is of x's dtype, and so are a token's shares of the answer where there are many tokens. ValueError names an
+    argument that does not fit.
     """
     _check(x, experts, topk_ids, topk_weights, out)
     if out is None:
@@ -173,7 +173,7 @@ def _launch_many(
 
 
 def columns_at_once(slots: int, columns: int) -> int:
-    """Of the answer: slots' shares of all are added up before those of the next. Whole 256, and much the same each time."""
+    """Of the answer: slots' shares of all are added up before those of the next. Whole 256, as even as can be."""
     most = max(1, tune.PARTS_BYTES // (2 * slots * 256))
     wide = -(-columns // 256)
     return min(columns, -(-wide // -(-wide // most)) * 256)

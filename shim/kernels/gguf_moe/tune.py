@@ -1,4 +1,5 @@
-"""How experts are launched, by the number of tokens. Measured on an H200; on 12.x by what compiles and by the model of bytes."""
+"""How experts are launched, by the number of slots (tokens times experts of each). Measured on an H200; for 12.x, where
+nothing has been measured, chosen by what compiles without spills."""
 
 from __future__ import annotations
 
