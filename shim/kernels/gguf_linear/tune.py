@@ -1,4 +1,5 @@
-"""How a product is launched, by its size. Measured on an H200; 12.x gets the same, which compiles there without spills."""
+"""How a product is launched, by its size. Measured on an H200; 12.x gets the same, which compiles there without
+spills."""
 
 from __future__ import annotations
 

@@ -273,11 +273,11 @@ def _parts(weights: tuple[Weight, ...], dtype: torch.dtype, plan: tune.Plan) -> 
 
 def gate_up_constants(config: tune.Config, gate: Operand, up: Operand, width: int) -> dict[str, Any]:
     types = {"GATE": gate.type, "GATE_BYTES": gate.bytes, "UP": up.type, "UP_BYTES": up.bytes}
-    return types | _constants(config, width)
+    return types | _constants(config, width, gate.type, up.type)
 
 
 def down_constants(config: tune.Config, down: Operand, width: int) -> dict[str, Any]:
-    return {"TYPE": down.type, "BYTES": down.bytes} | _constants(config, width)
+    return {"TYPE": down.type, "BYTES": down.bytes} | _constants(config, width, down.type)
 
 
 def dense_constants(config: tune.Config) -> dict[str, Any]:
@@ -287,9 +287,10 @@ def dense_constants(config: tune.Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _constants(config: tune.Config, width: int) -> dict[str, Any]:
+def _constants(config: tune.Config, width: int, *types: str) -> dict[str, Any]:
+    stages = 1 if set(types) & set(tune.UNSTAGED) else config.stages
     return {
-        "BLOCK_N": config.block_n, "TOKENS": config.tokens, "STAGES": config.stages, "WARPS": config.warps,
+        "BLOCK_N": config.block_n, "TOKENS": config.tokens, "STAGES": stages, "WARPS": config.warps,
         "WIDTH": width, "num_warps": config.warps, "maxnreg": config.registers,
     }  # fmt: skip
 
