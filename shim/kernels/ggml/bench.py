@@ -49,7 +49,7 @@ def copy_rate() -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
-    return 2 * source.numel() / statistics.median(times)
+    return float(2 * source.numel() / statistics.median(times))
 
 
 def random_weight(kind: gguf.GGMLQuantizationType, *shape: int) -> Weight:

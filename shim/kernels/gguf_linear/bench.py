@@ -2,8 +2,8 @@
 
     python -m shim.kernels.gguf_linear.bench [--json FILE] [--types Q4_K,Q8_0] [--tokens 1,16,8192]
 
-Times are of launches back to back in a captured graph, over as many weights as do not fit in L2. `of copy`: bytes of the
-weights by time, by the rate of a copy.
+Times are of launches back to back in a captured graph, over as many weights as do not fit in L2. `of copy`: bytes of
+the weights by time, by the rate of a copy.
 """
 
 from __future__ import annotations

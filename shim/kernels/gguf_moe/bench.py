@@ -2,10 +2,10 @@
 
     python -m shim.kernels.gguf_moe.bench [--json FILE] [--types Q4_K:Q5_K,IQ3_XXS] [--tokens 1,16,8192] [--width 256]
 
-One rank's share of GLM-5 at TP 8: hidden 6,144, 256 experts of width 256, 8 used. Of `A:B` gate and up are A, down is B.
-Times are of launches back to back in a captured graph, each with a routing of its own. `of copy`: bytes of the experts
-that a step touches, as the file has them, by time, by the rate of a copy. `16 bits` stands in for vLLM's fused MoE, which
-this does not ask for: the same launches on bf16 experts (`tune.DENSE`), products, sorting and the sum over experts alike.
+One rank's share of GLM-5 at TP 8: hidden 6,144, 256 experts of width 256, 8 used. Of `A:B` gate and up are A, down B.
+Times are of launches back to back in a captured graph, each with a routing of its own. `of copy`: bytes of the
+experts that a step touches, as the file has them, by time, by the rate of a copy. `16 bits` stands in for vLLM's fused
+MoE, which this does not ask for: the same launches on bf16 experts (`tune.DENSE`), and the same sorting and adding up.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def error(experts: launch.Experts, x: torch.Tensor, ids: torch.Tensor, share: to
     """Of one token, against float64."""
     out = launch.moe(x, experts, ids, share)[:1]
     some = ids[0].long()
-    numbers = [dequantize(w._replace(data=w.data[some]), torch.float32) for w in experts]
+    gate, up, down = (dequantize(w._replace(data=w.data[some]), torch.float32) for w in experts)
     order = torch.arange(TOP_K, dtype=torch.int32, device=x.device)[None]
-    want = reference.moe(x[:1], *numbers, order, share[:1])
+    want = reference.moe(x[:1], gate, up, down, order, share[:1])
     return float((out.double() - want).norm() / want.norm())
 
 
@@ -51,12 +51,16 @@ def compare(experts: launch.Experts, tokens: int, rate: float, in_16_bits: launc
     count = ROUTINGS if tokens < 1024 else 1
     ids = [torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K, 1).indices.int().contiguous() for _ in range(count)]
     share = torch.rand(tokens, TOP_K, device="cuda") / TOP_K
-    touched = sum(len(i.unique()) for i in ids) / count * sum(w.bytes for w in experts)
+    touched = (
+        sum(int((torch.bincount(i.flatten(), minlength=EXPERTS) > 0).sum()) for i in ids)
+        / count
+        * sum(w.bytes for w in experts)
+    )
     plan = tune.plan(tokens * TOP_K, launch.capability(x.device))
     space = launch.Workspace.of(tokens * TOP_K, TOP_K, experts, x.device, plan) if plan.few else None
     found = error(experts, x, ids[0], share)
     assert found < 1e-2, found
-    row = {"tokens": tokens, "MB": touched / 1e6, "error": found, "plan": str(plan)}
+    row: dict[str, Any] = {"tokens": tokens, "MB": touched / 1e6, "error": found, "plan": str(plan)}
     row["us"] = us_each([partial(launch.moe, x, experts, i, share, out, space) for i in ids])
     row["of_copy"] = touched / row["us"] / rate
     if in_16_bits is not None:
