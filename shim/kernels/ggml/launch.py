@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -55,8 +55,8 @@ def check_weight(name: str, weight: Weight, matrices: int | None = None) -> None
         steps.insert(0, steps[0] * size)
     if tuple(data.shape) != shape or data.dtype != dtype or list(data.stride()[-len(inner) :]) != steps:
         raise ValueError(
-            f"{name} has data {list(data.shape)} of {data.dtype} with strides {data.stride()}, expected {list(shape)} of "
-            f"{dtype} with contiguous matrices, as {weight.type.name} of {weight.rows} x {weight.columns} has it"
+            f"{name} has data {list(data.shape)} of {data.dtype} with strides {data.stride()}, expected {list(shape)} "
+            f"of {dtype} with contiguous matrices, as {weight.type.name} of {weight.rows} x {weight.columns} has it"
         )
 
 
@@ -74,7 +74,7 @@ def dequantize(
     Returns [..., count, columns] of dtype. ValueError names an argument that does not fit.
     """
     count = weight.rows - first if count is None else count
-    if not (0 <= first and first + count <= weight.rows):
+    if first < 0 or first + count > weight.rows:
         raise ValueError(f"rows {first} to {first + count} are not all of weight's {weight.rows}")
     matrices = weight.data.shape[:-2] if weight.type in PLAIN else weight.data.shape[:-3]
     check_weight("weight", weight, matrices[0] if matrices else None)
@@ -85,7 +85,7 @@ def dequantize(
         raise ValueError(f"out is {list(out.shape)} of {out.dtype}, expected contiguous {list(shape)} of {dtype}")
     if out.numel():
         w = operand(weight)
-        grid = (-(-count // BLOCK), -(-weight.columns // 128), matrices.numel())
+        grid = (-(-count // BLOCK), -(-weight.columns // COLUMNS), matrices.numel())
         kernel.dequantize[grid](
             w.data, w.table, out, weight.rows, weight.columns, w.tiles, first, count, w.matrix,
             TYPE=w.type, BYTES=w.bytes, BLOCK=BLOCK, num_warps=WARPS,
@@ -94,8 +94,8 @@ def dequantize(
 
 
 def rows_view(weight: Weight, first: int, count: int) -> Weight:
-    """Rows of a weight, or of each of several, as a weight of their own that shares its memory. ValueError unless they begin
-    at whole 16, where a tile begins."""
+    """Rows of a weight, or of each of several, as a weight of their own that shares its memory. ValueError unless they
+    begin at whole 16, where a tile begins."""
     if weight.type in PLAIN:
         return weight._replace(data=weight.data[..., first : first + count, :], rows=count)
     if first % ROWS or not 0 <= first <= first + count <= weight.rows:

@@ -71,10 +71,10 @@ def _tiles(raw: Bytes, type: Type, columns: int) -> Bytes:
     filled = raw.new_zeros(high * ROWS, wide * (COLUMNS // block) * size)
     filled[: raw.shape[0], : raw.shape[1]] = raw
     planes = SPLIT[type](filled.view(high * ROWS * wide, -1))
-    halves = [_plane(word, high, wide) for word in planes.words.split(4, dim=-1)]
+    halves = [_plane(word, high, wide) for word in torch.split(planes.words, 4, dim=-1)]
     for plane, unit in ((planes.shorts, 2), (planes.bytes, 1)):
         if plane is not None:
-            halves += [_plane(part, high, wide) for part in plane.split(unit, dim=-1)]
+            halves += [_plane(part, high, wide) for part in torch.split(plane, unit, dim=-1)]
     for plane, bits in ((planes.nibbles, 4), (planes.crumbs, 2)):
         if plane is not None:
             halves.append(_plane(pack(plane.view(-1, 2, GROUPS // 2), bits), high, wide))

@@ -1,5 +1,5 @@
-"""What the IQ types look up, as small tensors that all weights on a device share. Values: gguf-py's quants.py, which has
-them from llama.cpp's ggml-common.h."""
+"""What the IQ types look up, as small tensors that all weights on a device share. Values: gguf-py's quants.py, which
+has them from llama.cpp's ggml-common.h."""
 
 from __future__ import annotations
 

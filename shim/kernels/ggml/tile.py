@@ -1,11 +1,12 @@
 # mypy: ignore-errors
-"""Weights of any type as numbers, in registers: what the kernels of linear layers and of experts share. Only @triton.jit.
+"""Weights of any type as numbers, in registers: what the kernels of linear layers and of experts share.
 
-A step is 128 or 64 columns of some rows. Everything of a group of 32 columns (its codes, scales and minima) is loaded as
-[rows, groups], by the same thread, in Triton's first choice of layout (lanes: 8 rows by 4 groups): nothing that belongs
-together ever meets in shared memory. A code becomes a float without a conversion and nearly without shifts: where it
-stands, at bit p, an exponent is put over it that makes its lowest bit 1, and the float is 2**(23 - p) + code. Integer
-instructions have half the rate of fp32 ones on capability 9.0, so one of the first and two of the second make a weight.
+A step is 128 or 64 columns of some rows. Everything of a group of 32 columns (its codes, scales and minima) is loaded
+as [rows, groups], by the same thread, in Triton's first choice of layout (lanes: 8 rows by 4 groups): nothing that
+belongs together ever meets in shared memory. A code becomes a float without a conversion and nearly without shifts:
+where it stands, at bit p, an exponent is put over it that makes its lowest bit 1, and the float is 2**(23 - p) + code.
+Integer instructions have half the rate of fp32 ones on capability 9.0, so one of the first and two of the second make a
+weight.
 
 `nil` is a 0 that the compiler does not know: with mask and exponent both immediate, ptxas makes two instructions of
 `(word & mask) | exponent`, which is one. Formulas of the types: gguf-py's quants.py. Bytes and planes: layout.py.
@@ -14,140 +15,7 @@ instructions have half the rate of fp32 ones on capability 9.0, so one of the fi
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _load(pointers):
-    """Neighbours in memory, but a thread loads one: its others would be of other groups."""
-    return tl.load(tl.max_contiguous(pointers, [1, 1]))
-
-
-@triton.jit
-def _word(half, spot, INDEX: tl.constexpr):
-    """uint32 [rows, groups]: word INDEX of each group."""
-    return _load((half + INDEX * 256).to(tl.pointer_type(tl.uint32), bitcast=True) + spot)
-
-
-@triton.jit
-def _short(half, spot, WORDS: tl.constexpr, INDEX: tl.constexpr):
-    return _pair(half + (WORDS * 256 + INDEX * 128), spot)
-
-
-@triton.jit
-def _half(half, spot, WORDS: tl.constexpr, INDEX: tl.constexpr):
-    plane = half + (WORDS * 256 + INDEX * 128)
-    return _load(plane.to(tl.pointer_type(tl.float16), bitcast=True) + spot).to(tl.float32)
-
-
-@triton.jit
-def _byte(half, spot, OFFSET: tl.constexpr):
-    """Nothing is loaded by the byte: Triton would take another layout of the MMA's operand for it (kWidth 4)."""
-    return (_pair(half + OFFSET, spot // 2) >> (spot % 2 * 8).to(tl.uint32)) & 255
-
-
-@triton.jit
-def _pair(plane, at):
-    return _load(plane.to(tl.pointer_type(tl.uint16), bitcast=True) + at).to(tl.uint32)
-
-
-@triton.jit
-def _nibble(half, spot, OFFSET: tl.constexpr):
-    return (_pair(half + OFFSET, spot // 4) >> (spot % 4 * 4).to(tl.uint32)) & 15
-
-
-@triton.jit
-def _crumb(half, spot, OFFSET: tl.constexpr):
-    return (_pair(half + OFFSET, spot // 8) >> (spot % 8 * 2).to(tl.uint32)) & 3
-
-
-@triton.jit
-def _own(own, spot):
-    """The one fp16 number of each row's super-block."""
-    return _load(own.to(tl.pointer_type(tl.float16), bitcast=True) + spot // 4).to(tl.float32)
-
-
-@triton.jit
-def _both(word):
-    """The two fp16 numbers of a uint32."""
-    low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
-
-
-@triton.jit
-def _own_both(own, spot):
-    return _both(_load(own.to(tl.pointer_type(tl.uint32), bitcast=True) + spot // 4))
-
-
-@triton.jit
-def _fields(word, nil, BITS: tl.constexpr, COUNT: tl.constexpr, FIRST: tl.constexpr, BY: tl.constexpr):
-    """uint32 [...] -> fp32 [..., COUNT]: fields FIRST, FIRST + BY, ... of BITS bits."""
-    if COUNT == 1:
-        P: tl.constexpr = FIRST * BITS if FIRST * BITS + BITS <= 23 else FIRST * BITS - (24 - BITS)
-        if P != FIRST * BITS:
-            word = word >> (24 - BITS)
-        bits = (word & (((1 << BITS) - 1) << P)) | (nil + ((150 - P) << 23))
-        return bits.to(tl.float32, bitcast=True) - 2.0 ** (23 - P)
-    else:
-        even = _fields(word, nil, BITS, COUNT // 2, FIRST, BY * 2)
-        odd = _fields(word, nil, BITS, COUNT // 2, FIRST + BY, BY * 2)
-        return tl.reshape(tl.join(even, odd), word.shape + [COUNT])
-
-
-@triton.jit
-def _bits(word, BITS: tl.constexpr, COUNT: tl.constexpr, TO: tl.constexpr, FIRST: tl.constexpr, BY: tl.constexpr):
-    """As `_fields`, but uint32, each field moved to bit TO."""
-    if COUNT == 1:
-        MASK: tl.constexpr = ((1 << BITS) - 1) << TO
-        if FIRST * BITS < TO:
-            return (word << (TO - FIRST * BITS)) & MASK
-        else:
-            return (word >> (FIRST * BITS - TO)) & MASK
-    else:
-        even = _bits(word, BITS, COUNT // 2, TO, FIRST, BY * 2)
-        odd = _bits(word, BITS, COUNT // 2, TO, FIRST + BY, BY * 2)
-        return tl.reshape(tl.join(even, odd), word.shape + [COUNT])
-
-
-@triton.jit
-def _codes(word, nil, BITS: tl.constexpr):
-    """All fields of a uint32: [...] -> fp32 [..., 32 / BITS]."""
-    return _fields(word, nil, BITS, 32 // BITS, 0, 1)
-
-
-@triton.jit
-def _chain(a, b):
-    """[x, y, n] and [x, y, n] -> [x, y, 2 * n]."""
-    both = tl.permute(tl.join(a, b), (0, 1, 3, 2))
-    return tl.reshape(both, [a.shape[0], a.shape[1], 2 * a.shape[2]])
-
-
-@triton.jit
-def _chain4(a, b, c, d):
-    return _chain(_chain(a, b), _chain(c, d))
-
-
-@triton.jit
-def _fours(half, spot, nil):
-    """The 32 codes of 4 bits that four words hold."""
-    return _chain4(
-        _codes(_word(half, spot, 0), nil, 4), _codes(_word(half, spot, 1), nil, 4),
-        _codes(_word(half, spot, 2), nil, 4), _codes(_word(half, spot, 3), nil, 4),
-    )  # fmt: skip
-
-
-@triton.jit
-def _twos(half, spot, nil, INDEX: tl.constexpr):
-    """The 32 codes of 2 bits that two words hold."""
-    return _chain(_codes(_word(half, spot, INDEX), nil, 2), _codes(_word(half, spot, INDEX + 1), nil, 2))
-
-
-@triton.jit
-def _eights(half, spot, nil, INDEX: tl.constexpr):
-    """16 codes of 8 bits."""
-    return _chain4(
-        _codes(_word(half, spot, INDEX), nil, 8), _codes(_word(half, spot, INDEX + 1), nil, 8),
-        _codes(_word(half, spot, INDEX + 2), nil, 8), _codes(_word(half, spot, INDEX + 3), nil, 8),
-    )  # fmt: skip
+from shim.kernels.ggml import fields
 
 
 @triton.jit
@@ -181,9 +49,11 @@ def _ue4m3(code):
 @triton.jit
 def _e2m1(half, spot):
     """Doubled e2m1 values: exponent and mantissa in a float's place, the bias made good by a product."""
-    magnitude = _chain4(
-        _bits(_word(half, spot, 0), 4, 8, 22, 0, 1), _bits(_word(half, spot, 1), 4, 8, 22, 0, 1),
-        _bits(_word(half, spot, 2), 4, 8, 22, 0, 1), _bits(_word(half, spot, 3), 4, 8, 22, 0, 1),
+    magnitude = fields.chain4(
+        fields.bits(fields.word(half, spot, 0), 4, 8, 22, 0, 1),
+        fields.bits(fields.word(half, spot, 1), 4, 8, 22, 0, 1),
+        fields.bits(fields.word(half, spot, 2), 4, 8, 22, 0, 1),
+        fields.bits(fields.word(half, spot, 3), 4, 8, 22, 0, 1),
     )  # fmt: skip
     value = (magnitude & 0x01C00000).to(tl.float32, bitcast=True) * 2.0**127
     return (value.to(tl.uint32, bitcast=True) | ((magnitude & 0x02000000) << 6)).to(tl.float32, bitcast=True)
@@ -202,7 +72,7 @@ def _gather8(table, word, FIRST: tl.constexpr, BY: tl.constexpr, COUNT: tl.const
     else:
         even = _gather8(table, word, FIRST, BY * 2, COUNT // 2)
         odd = _gather8(table, word, FIRST + BY, BY * 2, COUNT // 2)
-        return tl.reshape(tl.join(even, odd), word.shape + [COUNT])
+        return tl.reshape(tl.join(even, odd), word.shape + [COUNT])  # noqa: RUF005 - Triton has no *
 
 
 @triton.jit
@@ -210,7 +80,7 @@ def _grid8(table, index, nil):
     """8 values of 8 bits: [x, y] -> [x, y, 8]."""
     entry = tl.load(table + index)
     low, high = (entry & 0xFFFFFFFF).to(tl.uint32), ((entry >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return _chain(_codes(low, nil, 8), _codes(high, nil, 8))
+    return fields.chain(fields.codes(low, nil, 8), fields.codes(high, nil, 8))
 
 
 @triton.jit
@@ -232,7 +102,7 @@ def _top_bits(word):
 @triton.jit
 def _signed(value, signs):
     """value [x, y, 32], each negated where its bit of signs [x, y] is set."""
-    flip = _bits(signs, 1, 32, 31, 0, 1)
+    flip = fields.bits(signs, 1, 32, 31, 0, 1)
     return (value.to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
 
 
@@ -243,12 +113,12 @@ def _grids_of_4(table, word, BITS: tl.constexpr, high, nil):
     b = _codes4(tl.load(table + (((word >> 8) & 255) | ((high & 2) << 7))), nil, BITS)
     c = _codes4(tl.load(table + (((word >> 16) & 255) | ((high & 4) << 6))), nil, BITS)
     d = _codes4(tl.load(table + (((word >> 24) & 255) | ((high & 8) << 5))), nil, BITS)
-    return _chain4(a, b, c, d)
+    return fields.chain4(a, b, c, d)
 
 
 @triton.jit
 def _codes4(entry, nil, BITS: tl.constexpr):
-    return _fields(entry.to(tl.uint32), nil, BITS, 4, 0, 1)
+    return fields.fields(entry.to(tl.uint32), nil, BITS, 4, 0, 1)
 
 
 @triton.jit
@@ -258,12 +128,12 @@ def _ternary(table, word, high, nil, STEP: tl.constexpr):
     b = _codes8(tl.load(table + (((word >> 8) & 255) | (((high >> STEP) & 7) << 8))), nil)
     c = _codes8(tl.load(table + (((word >> 16) & 255) | (((high >> 2 * STEP) & 7) << 8))), nil)
     d = _codes8(tl.load(table + (((word >> 24) & 255) | (((high >> 3 * STEP) & 7) << 8))), nil)
-    return _chain4(a, b, c, d)
+    return fields.chain4(a, b, c, d)
 
 
 @triton.jit
 def _codes8(entry, nil):
-    return _fields(entry.to(tl.uint32), nil, 2, 8, 0, 1)
+    return fields.fields(entry.to(tl.uint32), nil, 2, 8, 0, 1)
 
 
 @triton.jit
@@ -290,9 +160,9 @@ def weights(packed, table, row, tiles, step, TYPE: tl.constexpr, BYTES: tl.const
     elif TYPE == "MXFP4" or TYPE == "NVFP4":
         half = tile + second * (8 * BYTES)
         if TYPE == "MXFP4":
-            return _e2m1(half, spot) * _e8m0(_byte(half, spot, 1024))[:, :, None]
+            return _e2m1(half, spot) * _e8m0(fields.byte(half, spot, 1024))[:, :, None]
         else:
-            code = _short(half, spot, 4, 0)
+            code = fields.short(half, spot, 4, 0)
             scale = tl.join(_ue4m3(code & 255), _ue4m3(code >> 8))
             return _scaled_parts(_e2m1(half, spot), scale, tl.zeros_like(scale))
     elif TYPE == "Q4_K" or TYPE == "Q5_K" or TYPE == "Q2_K":
@@ -300,7 +170,7 @@ def weights(packed, table, row, tiles, step, TYPE: tl.constexpr, BYTES: tl.const
         return _with_minima(half, tile + 16 * (BYTES - 4), spot, nil, TYPE)
     else:
         half = tile + second * (8 * (BYTES - 2))
-        d = _own(tile + 16 * (BYTES - 2), spot)
+        d = fields.own(tile + 16 * (BYTES - 2), spot)
         if TYPE == "IQ1_S" or TYPE == "IQ1_M":
             return _iq1(half, table, d, spot, nil, TYPE)
         elif TYPE == "IQ2_XXS" or TYPE == "IQ2_XS" or TYPE == "IQ2_S":
@@ -314,50 +184,52 @@ def weights(packed, table, row, tiles, step, TYPE: tl.constexpr, BYTES: tl.const
 @triton.jit
 def _legacy(half, table, spot, nil, TYPE: tl.constexpr):
     if TYPE == "Q8_0":
-        d = _half(half, spot, 8, 0)
-        return _scaled(_chain(_eights(half, spot, nil, 0), _eights(half, spot, nil, 4)), d, d * -128.0)
+        d = fields.half(half, spot, 8, 0)
+        return _scaled(
+            fields.chain(fields.eights(half, spot, nil, 0), fields.eights(half, spot, nil, 4)), d, d * -128.0
+        )
     elif TYPE == "IQ4_NL":
-        return _scaled_values(half, table, spot, _half(half, spot, 4, 0))
+        return _scaled_values(half, table, spot, fields.half(half, spot, 4, 0))
     elif TYPE == "Q4_0":
-        d = _half(half, spot, 4, 0)
-        return _scaled(_fours(half, spot, nil), d, d * -8.0)
+        d = fields.half(half, spot, 4, 0)
+        return _scaled(fields.fours(half, spot, nil), d, d * -8.0)
     elif TYPE == "Q4_1":
-        d = _half(half, spot, 4, 0)
-        m = _half(half, spot, 4, 1)
-        return _scaled(_fours(half, spot, nil), d, m)
+        d = fields.half(half, spot, 4, 0)
+        m = fields.half(half, spot, 4, 1)
+        return _scaled(fields.fours(half, spot, nil), d, m)
     else:
-        codes = _fours(half, spot, nil) + 16.0 * _codes(_word(half, spot, 4), nil, 1)
-        d = _half(half, spot, 5, 0)
+        codes = fields.fours(half, spot, nil) + 16.0 * fields.codes(fields.word(half, spot, 4), nil, 1)
+        d = fields.half(half, spot, 5, 0)
         if TYPE == "Q5_0":
             return _scaled(codes, d, d * -16.0)
         else:
-            return _scaled(codes, d, _half(half, spot, 5, 1))
+            return _scaled(codes, d, fields.half(half, spot, 5, 1))
 
 
 @triton.jit
 def _scaled_values(half, table, spot, scale):
-    values = _chain4(
-        _looked_up(table, _word(half, spot, 0)), _looked_up(table, _word(half, spot, 1)),
-        _looked_up(table, _word(half, spot, 2)), _looked_up(table, _word(half, spot, 3)),
+    values = fields.chain4(
+        _looked_up(table, fields.word(half, spot, 0)), _looked_up(table, fields.word(half, spot, 1)),
+        _looked_up(table, fields.word(half, spot, 2)), _looked_up(table, fields.word(half, spot, 3)),
     )  # fmt: skip
     return values * scale[:, :, None]
 
 
 @triton.jit
 def _with_minima(half, own, spot, nil, TYPE: tl.constexpr):
-    d, least = _own_both(own, spot)
+    d, least = fields.own_both(own, spot)
     if TYPE == "Q2_K":
-        both = _short(half, spot, 2, 0)
+        both = fields.short(half, spot, 2, 0)
         scale = tl.join((both & 15).to(tl.float32), (both >> 8 & 15).to(tl.float32)) * d[:, :, None]
         offset = tl.join((both >> 4 & 15).to(tl.float32), (both >> 12).to(tl.float32)) * least[:, :, None]
-        return _scaled_parts(_twos(half, spot, nil, 0), scale, -offset)
+        return _scaled_parts(fields.twos(half, spot, nil, 0), scale, -offset)
     else:
-        codes = _fours(half, spot, nil)
+        codes = fields.fours(half, spot, nil)
         if TYPE == "Q5_K":
-            codes = codes + 16.0 * _codes(_word(half, spot, 4), nil, 1)
+            codes = codes + 16.0 * fields.codes(fields.word(half, spot, 4), nil, 1)
         WORDS: tl.constexpr = 5 if TYPE == "Q5_K" else 4
-        one = _byte(half, spot, WORDS * 256)
-        four = _nibble(half, spot, WORDS * 256 + 64)
+        one = fields.byte(half, spot, WORDS * 256)
+        four = fields.nibble(half, spot, WORDS * 256 + 64)
         scale = d * (one & 63).to(tl.float32)
         offset = least * (one >> 6 | four << 2).to(tl.float32)
         return _scaled(codes, scale, -offset)
@@ -366,23 +238,23 @@ def _with_minima(half, own, spot, nil, TYPE: tl.constexpr):
 @triton.jit
 def _without_minima(half, table, d, spot, nil, TYPE: tl.constexpr):
     if TYPE == "Q6_K":
-        codes = _fours(half, spot, nil) + 16.0 * _twos(half, spot, nil, 4)
-        both = _short(half, spot, 6, 0)
+        codes = fields.fours(half, spot, nil) + 16.0 * fields.twos(half, spot, nil, 4)
+        both = fields.short(half, spot, 6, 0)
         scale = tl.join(_int8(both & 255), _int8(both >> 8)) * d[:, :, None]
         return _scaled_parts(codes, scale, scale * -32.0)
     elif TYPE == "Q3_K":
-        codes = _twos(half, spot, nil, 0) + 4.0 * _codes(_word(half, spot, 2), nil, 1)
-        one = _byte(half, spot, 3 * 256)
-        four = _nibble(half, spot, 3 * 256 + 64)
+        codes = fields.twos(half, spot, nil, 0) + 4.0 * fields.codes(fields.word(half, spot, 2), nil, 1)
+        one = fields.byte(half, spot, 3 * 256)
+        four = fields.nibble(half, spot, 3 * 256 + 64)
         scale = tl.join((one & 63).to(tl.float32), (one >> 6 | four << 2).to(tl.float32)) - 32.0
         scale = scale * d[:, :, None]
         return _scaled_parts(codes, scale, scale * -4.0)
     elif TYPE == "IQ4_XS":
-        code = _nibble(half, spot, 4 * 256) | _crumb(half, spot, 4 * 256 + 32) << 4
+        code = fields.nibble(half, spot, 4 * 256) | fields.crumb(half, spot, 4 * 256 + 32) << 4
         return _scaled_values(half, table, spot, d * (code.to(tl.float32) - 32.0))
     else:
         tl.static_assert(TYPE == "TQ1_0" or TYPE == "TQ2_0")
-        return _scaled(_twos(half, spot, nil, 0), d, d * -1.0)
+        return _scaled(fields.twos(half, spot, nil, 0), d, d * -1.0)
 
 
 @triton.jit
@@ -392,39 +264,39 @@ def _int8(byte):
 
 @triton.jit
 def _iq1(half, table, d, spot, nil, TYPE: tl.constexpr):
-    word = _word(half, spot, 0)
-    high = _short(half, spot, 1, 0)
+    word = fields.word(half, spot, 0)
+    high = fields.short(half, spot, 1, 0)
     if TYPE == "IQ1_S":
         scale = d * (2 * (high >> 12 & 7) + 1).to(tl.float32)
         return _scaled(_ternary(table, word, high, nil, 3), scale, scale * _delta(high, 15))
     else:
-        both = _nibble(half, spot, 256 + 128) | _crumb(half, spot, 256 + 128 + 32) << 4
+        both = fields.nibble(half, spot, 256 + 128) | fields.crumb(half, spot, 256 + 128 + 32) << 4
         first = d * (2 * (both & 7) + 1).to(tl.float32)
         second = d * (2 * (both >> 3) + 1).to(tl.float32)
-        scale = _chain(tl.join(first, first), tl.join(second, second))
-        delta = _chain(tl.join(_delta(high, 3), _delta(high, 7)), tl.join(_delta(high, 11), _delta(high, 15)))
+        scale = fields.chain(tl.join(first, first), tl.join(second, second))
+        delta = fields.chain(tl.join(_delta(high, 3), _delta(high, 7)), tl.join(_delta(high, 11), _delta(high, 15)))
         return _scaled_parts(_ternary(table, word, high, nil, 4), scale, scale * delta)
 
 
 @triton.jit
 def _iq2(half, table, d, spot, nil, TYPE: tl.constexpr):
-    word = _word(half, spot, 0)
-    signs = _word(half, spot, 1)
+    word = fields.word(half, spot, 0)
+    signs = fields.word(half, spot, 1)
     if TYPE == "IQ2_XXS":
         high = tl.zeros_like(word)
         first = _top_bits(signs)
         second = first
         signs = _signs(signs)
     elif TYPE == "IQ2_XS":
-        high = ((signs >> 7 & 1) | (signs >> 13 & 4) | (signs >> 19 & 16) | (signs >> 25 & 64))
-        both = _byte(half, spot, 2 * 256)
+        high = (signs >> 7 & 1) | (signs >> 13 & 4) | (signs >> 19 & 16) | (signs >> 25 & 64)
+        both = fields.byte(half, spot, 2 * 256)
         first, second = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
         signs = _signs(signs)
     else:
-        high = _byte(half, spot, 2 * 256)
-        both = _byte(half, spot, 2 * 256 + 64)
+        high = fields.byte(half, spot, 2 * 256)
+        both = fields.byte(half, spot, 2 * 256 + 64)
         first, second = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
-    codes = _chain4(
+    codes = fields.chain4(
         _grid8(table, (word & 255) | (high & 3) << 8, nil), _grid8(table, (word >> 8 & 255) | (high & 12) << 6, nil),
         _grid8(table, (word >> 16 & 255) | (high & 48) << 4, nil), _grid8(table, (word >> 24) | (high & 192) << 2, nil),
     )  # fmt: skip
@@ -434,9 +306,9 @@ def _iq2(half, table, d, spot, nil, TYPE: tl.constexpr):
 
 @triton.jit
 def _iq3(half, table, d, spot, nil, TYPE: tl.constexpr):
-    first = _word(half, spot, 0)
-    second = _word(half, spot, 1)
-    signs = _word(half, spot, 2)
+    first = fields.word(half, spot, 0)
+    second = fields.word(half, spot, 1)
+    signs = fields.word(half, spot, 2)
     if TYPE == "IQ3_XXS":
         BITS: tl.constexpr = 8
         high = tl.zeros_like(first)
@@ -444,9 +316,9 @@ def _iq3(half, table, d, spot, nil, TYPE: tl.constexpr):
         signs = _signs(signs)
     else:
         BITS: tl.constexpr = 4
-        high = _byte(half, spot, 3 * 256)
-        scale = d * (2 * _nibble(half, spot, 3 * 256 + 64) + 1).to(tl.float32)
-    codes = _chain(_grids_of_4(table, first, BITS, high, nil), _grids_of_4(table, second, BITS, high >> 4, nil))
+        high = fields.byte(half, spot, 3 * 256)
+        scale = d * (2 * fields.nibble(half, spot, 3 * 256 + 64) + 1).to(tl.float32)
+    codes = fields.chain(_grids_of_4(table, first, BITS, high, nil), _grids_of_4(table, second, BITS, high >> 4, nil))
     return _signed(codes * scale[:, :, None], signs)
 
 

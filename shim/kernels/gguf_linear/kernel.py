@@ -17,8 +17,8 @@ def product(
 ):  # fmt: skip
     """y of BLOCK_N of W's rows (grid's first axis, with the splits) and of TOKENS tokens (second axis).
 
-    Of SPLITS programs each takes a part of W's columns, the last adds up. partial: fp32 [SPLITS, tokens, rows]; arrived:
-    int32 [tiles of y], zeros before and after
+    Of SPLITS programs each takes a part of W's columns, the last adds up. partial: fp32 [SPLITS, tokens, rows];
+    arrived: int32 [tiles of y], zeros before and after
     """
     tile_n = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS

@@ -38,8 +38,8 @@ class Workspace:
     def check(self, sums: int, tiles: int) -> None:
         if sums > self.partial.numel() or tiles > self.arrived.numel():
             raise ValueError(
-                f"workspace has {self.partial.numel()} sums and {self.arrived.numel()} counters, this call needs {sums} "
-                f"and {tiles}"
+                f"workspace has {self.partial.numel()} sums and {self.arrived.numel()} counters, this call needs "
+                f"{sums} and {tiles}"
             )
 
 
@@ -118,7 +118,8 @@ def constants(config: tune.Config, type: str, bytes: int, splits: int, width: in
     """What the kernel is compiled for."""
     return {
         "TYPE": type, "BYTES": bytes, "BLOCK_N": config.block_n, "TOKENS": config.tokens, "SPLITS": splits,
-        "STAGES": config.stages, "WARPS": config.warps, "WIDTH": width, "num_warps": config.warps, "maxnreg": config.registers,
+        "STAGES": config.stages, "WARPS": config.warps, "WIDTH": width, "num_warps": config.warps,
+        "maxnreg": config.registers,
     }  # fmt: skip
 
 

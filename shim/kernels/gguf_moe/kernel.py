@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Experts with weights in GGML blocks: sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
 
-A slot is one choice of a token: slot t * top_k + j is choice j of token t. Its expert is -1 if it is not to be computed.
+A slot is one choice of a token: slot t * top_k + j is choice j of token t. Its expert is -1 if it is not
+to be computed.
 """
 
 import triton
@@ -36,6 +37,14 @@ def _gate_up(
     return split_products(acc)
 
 
+@triton.jit
+def _members(same, rank, i, members, begin, TOKENS: tl.constexpr):
+    """Slots `begin` to begin + TOKENS of one expert, and which of them there are."""
+    at = begin + tl.arange(0, TOKENS)
+    of = tl.sum(tl.where(same[None, :] & (rank[None, :] == at[:, None]), i[None, :], 0), 1)
+    return of, at < members
+
+
 @triton.jit(do_not_specialize=_ANY)
 def gate_up_few(
     x, gate, gate_table, up, up_table, ids, hidden, partial, arrived,
@@ -44,8 +53,9 @@ def gate_up_few(
     SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """hidden [slots, rows] = silu(gate(x)) * up(x), few slots. A slot's programs (grid's second axis) make all slots of its
-    expert, if it is the first of them. First axis: BLOCK_N rows, in SPLITS parts of the columns; the last adds up.
+    """hidden [slots, rows] = silu(gate(x)) * up(x), few slots. A slot's programs (grid's second axis) make all slots
+    of its expert, if it is the first of them. First axis: BLOCK_N rows, in SPLITS parts of the columns; the last
+    adds up.
 
     partial: fp32 [SPLITS, 2, slots, rows]; arrived: int32 [slots, tiles of rows], zeros before and after
     gate_e, up_e: values from one expert to the next
@@ -65,13 +75,11 @@ def gate_up_few(
         up += expert.to(tl.int64) * up_e
         wide = tl.cdiv(columns, 256)
         share = tl.cdiv(wide, SPLITS)
+        size = slots.to(tl.int64) * rows
         for begin in range(0, members, TOKENS):
-            at = begin + tl.arange(0, TOKENS)
-            valid = at < members
-            of = tl.sum(tl.where(same[None, :] & (rank[None, :] == at[:, None]), i[None, :], 0), 1)
-            lines = of // top_k * x_t
+            of, valid = _members(same, rank, i, members, begin, TOKENS)
             g, u = _gate_up(
-                gate, gate_table, up, up_table, row, x, lines, valid, columns, gate_tiles, up_tiles,
+                gate, gate_table, up, up_table, row, x, of // top_k * x_t, valid, columns, gate_tiles, up_tiles,
                 split * share, tl.minimum(split * share + share, wide),
                 GATE, GATE_BYTES, UP, UP_BYTES, STAGES, WARPS, WIDTH,
             )  # fmt: skip
@@ -80,16 +88,19 @@ def gate_up_few(
             if SPLITS == 1:
                 tl.store(hidden + place, _silu_product(g, u).to(hidden.dtype.element_ty), mask=inside)
             else:
-                size = slots.to(tl.int64) * rows
-                kept = partial + place
-                tl.store(kept + split * 2 * size, g, mask=inside)
-                tl.store(kept + (split * 2 + 1) * size, u, mask=inside)
-                if is_last(arrived + slot * tl.cdiv(rows, BLOCK_N) + tile_n, SPLITS):
+                tl.store(partial + split * 2 * size + place, g, mask=inside)
+                tl.store(partial + (split * 2 + 1) * size + place, u, mask=inside)
+        if SPLITS > 1:  # noqa: SIM102 - known when compiled
+            if is_last(arrived + slot * tl.cdiv(rows, BLOCK_N) + tile_n, SPLITS):
+                for begin in range(0, members, TOKENS):
+                    of, valid = _members(same, rank, i, members, begin, TOKENS)
+                    inside = (n < rows)[:, None] & valid[None, :]
+                    place = of.to(tl.int64)[None, :] * rows + n[:, None]
                     g = tl.zeros([BLOCK_N, TOKENS], tl.float32)
                     u = tl.zeros([BLOCK_N, TOKENS], tl.float32)
                     for other in range(SPLITS):
-                        g += tl.load(kept + other * 2 * size, mask=inside, other=0.0)
-                        u += tl.load(kept + (other * 2 + 1) * size, mask=inside, other=0.0)
+                        g += tl.load(partial + other * 2 * size + place, mask=inside, other=0.0)
+                        u += tl.load(partial + (other * 2 + 1) * size + place, mask=inside, other=0.0)
                     tl.store(hidden + place, _silu_product(g, u).to(hidden.dtype.element_ty), mask=inside)
 
 
@@ -100,8 +111,8 @@ def down_few(
     TYPE: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, rows] = sum of weight * down(hidden) over a token's slots, few tokens. Grid: BLOCK_N rows with SPLITS
-    parts of the token's slots, by tokens, which run side by side and meet in L2. The last of the parts adds up.
+    """out [tokens, rows] = sum of weight * down(hidden) over a token's slots, few tokens. Grid: BLOCK_N rows with
+    SPLITS parts of the token's slots, by tokens, which run side by side and meet in L2. The last of the parts adds up.
 
     partial: fp32 [SPLITS, tokens, rows]; arrived: int32 [tokens, tiles of rows], zeros before and after
     """
@@ -157,8 +168,8 @@ def place(
     ids, counts, ranks, order, plan, slots, experts, blocks,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """order: slots, expert by expert. plan: int32 [blocks, 3]: expert, first and end in `order` of up to TOKENS slots of
-    one expert; expert -1 where there are no more."""
+    """order: slots, expert by expert. plan: int32 [blocks, 3]: expert, first and end in `order` of up to TOKENS slots
+    of one expert; expert -1 where there are no more."""
     e = tl.arange(0, EXPERTS)
     counted = tl.load(counts + e, mask=e < experts, other=0)
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -212,12 +223,11 @@ def gate_up_many(
 @triton.jit(do_not_specialize=_ANY)
 def down_many(
     hidden, down, table, order, plan, weights, parts,
-    first, count, rows, columns, tiles, middle, down_e,
+    first, count, rows, columns, tiles, down_e,
     TYPE: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """parts [slots, rows] = weight * down(hidden), of `rows` rows from row `middle` of down on (whole tiles). Grid and
-    experts: as of `gate_up_many`."""
+    """parts [slots, rows] = weight * down(hidden), of `rows` rows. Grid and experts: as of `gate_up_many`."""
     block = tl.program_id(1)
     expert = tl.load(plan + block * 3) - first
     if (expert >= 0) & (expert < count):
@@ -225,11 +235,13 @@ def down_many(
         valid = at < tl.load(plan + block * 3 + 2)
         lines = at * columns
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        row = middle + tl.minimum(tl.program_id(0) * BLOCK_N + rows_of_threads(BLOCK_N, WARPS), rows - 1)
+        row = tl.minimum(tl.program_id(0) * BLOCK_N + rows_of_threads(BLOCK_N, WARPS), rows - 1)
         matrix = down + expert.to(tl.int64) * down_e
         acc = tl.zeros([BLOCK_N, TOKENS], tl.float32)
         for k in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
-            acc = add_product(acc, matrix, table, row, hidden, lines, valid, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH)
+            acc = add_product(
+                acc, matrix, table, row, hidden, lines, valid, columns, tiles, k, TYPE, BYTES, WARPS, WIDTH
+            )
         slot = tl.load(order + at, mask=valid, other=0)
         weight = tl.load(weights + slot, mask=valid, other=0.0)
         place = slot.to(tl.int64)[None, :] * rows + n[:, None]
@@ -283,7 +295,7 @@ def gate_up_dense(
 
 @triton.jit(do_not_specialize=_ANY)
 def down_dense(
-    hidden, down, order, plan, weights, parts, first, count, rows, columns, middle, down_e,
+    hidden, down, order, plan, weights, parts, first, count, rows, columns, down_e,
     BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `down_many`, of weights in 16 bits: down [count, ..., columns]. Tokens are the MMA's rows."""
@@ -295,7 +307,7 @@ def down_dense(
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         lines = hidden + at.to(tl.int64)[:, None] * columns + k[None, :]
-        place = (middle + tl.minimum(n, rows - 1))[None, :] * columns + k[:, None]
+        place = tl.minimum(n, rows - 1)[None, :] * columns + k[:, None]
         down += expert.to(tl.int64) * down_e
         acc = tl.zeros([TOKENS, BLOCK_N], tl.float32)
         for step in tl.range(0, tl.cdiv(columns, BLOCK_K), num_stages=STAGES):

@@ -1,5 +1,5 @@
-"""The host side of quantised experts: checks, plan, launch. No host sync; grids depend on shapes alone, so that a captured
-graph serves any choice of experts."""
+"""The host side of quantised experts: checks, plan, launch. No host sync; grids depend on shapes alone, so that a
+captured graph serves any choice of experts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Experts(NamedTuple):
 
 
 class Workspace:
-    """What programs that share a product leave for the last of them (few tokens): at one address for as long as graphs are
-    replayed. Calls that may run at the same time need one each."""
+    """What programs that share a product leave for the last of them (few tokens): at one address for as long as graphs
+    are replayed. Calls that may run at the same time need one each."""
 
     def __init__(self, sums: int, tiles: int, device: torch.device | str) -> None:
         """sums: fp32 numbers; tiles: counters, which every launch leaves at zero."""
@@ -59,8 +59,8 @@ class Workspace:
     def check(self, sums: int, tiles: int) -> None:
         if sums > self.partial.numel() or tiles > self.arrived.numel():
             raise ValueError(
-                f"workspace has {self.partial.numel()} sums and {self.arrived.numel()} counters, this call needs {sums} "
-                f"and {tiles}"
+                f"workspace has {self.partial.numel()} sums and {self.arrived.numel()} counters, this call needs "
+                f"{sums} and {tiles}"
             )
 
 
@@ -137,16 +137,17 @@ def moe(
     workspace:    for few tokens; without it memory is allocated, and cleared, where programs share a product
     plan:         another than `tune.plan`'s (tuning, tests)
 
-    Returns [T, K] of x's dtype; 0 for a token without experts. Products are summed in fp32; what lies between gate and down
-    is of x's dtype, and so are a token's shares of the answer where there are many tokens. ValueError names an argument
-    that does not fit.
+    Returns [T, K] of x's dtype; 0 for a token without experts. Products are summed in fp32; what lies between gate and
+    down is of x's dtype, and so are a token's shares of the answer where there are many tokens. ValueError names an
+    argument that does not fit.
     """
     _check(x, experts, topk_ids, topk_weights, out)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0 or topk_ids.numel() == 0:
         return out.zero_()
-    plan = plan or tune.plan(topk_ids.numel(), capability(x.device))
+    plain = all(w.type in PLAIN and w.data.dtype == x.dtype for w in experts)
+    plan = plan or tune.plan(topk_ids.numel(), capability(x.device), plain)
     if plan.few:
         _launch_few(x, experts, topk_ids, topk_weights, out, workspace, plan)
     else:
@@ -196,17 +197,22 @@ def _launch_many(
         _gate_up(x, some[0], some[1], order, blocks, hidden, first, top_k, plan)
     if plan.down.tokens != plan.gate_up.tokens:
         order, blocks = sort(ids, count, plan.down.tokens, order)
-    step = min(
-        down.rows, max(plan.down.block_n, tune.PARTS_BYTES // (2 * slots) // plan.down.block_n * plan.down.block_n)
-    )
+    step = columns_at_once(slots, down.rows)
     shares = torch.empty(slots * step, dtype=x.dtype, device=x.device)
     for middle in range(0, down.rows, step):
         rows = min(step, down.rows - middle)
-        for first, some in _parts((down,), x.dtype, plan):
-            _down(hidden, some[0], order, blocks, weights, shares, first, rows, middle, plan)
+        for first, some in _parts((rows_view(down, middle, rows),), x.dtype, plan):
+            _down(hidden, some[0], order, blocks, weights, shares, first, plan)
         kernel.add_up[(-(-rows // tune.ADD), tokens)](
             shares, ids, out, top_k, rows, middle, count, out.stride(0), BLOCK=tune.ADD
         )
+
+
+def columns_at_once(slots: int, columns: int) -> int:
+    """Of the answer: slots' shares of all are added up before those of the next. Whole 256, as even as can be."""
+    most = max(1, tune.PARTS_BYTES // (2 * slots * 256))
+    wide = -(-columns // 256)
+    return min(columns, -(-wide // -(-wide // most)) * 256)
 
 
 def _gate_up(
@@ -245,23 +251,21 @@ def _down(
     weights: torch.Tensor,
     shares: torch.Tensor,
     first: int,
-    rows: int,
-    middle: int,
     plan: tune.Plan,
 ) -> None:
-    """Of the experts from `first` on that down holds, and of so many rows from `middle` on."""
+    """Of the experts from `first` on that down holds."""
     config, count = plan.down, down.data.shape[0]
-    grid = (-(-rows // config.block_n), len(blocks))
+    grid = (-(-down.rows // config.block_n), len(blocks))
     if plan.dense:
         kernel.down_dense[grid](
-            hidden, down.data, order, blocks, weights, shares, first, count, rows, down.columns, middle,
+            hidden, down.data, order, blocks, weights, shares, first, count, down.rows, down.columns,
             down.data.stride(0), **dense_constants(config),
         )  # fmt: skip
     else:
         d = operand(down)
         kernel.down_many[grid](
             hidden, d.data, d.table, order, blocks, weights, shares,
-            first, count, rows, down.columns, d.tiles, middle, d.matrix,
+            first, count, down.rows, down.columns, d.tiles, d.matrix,
             **down_constants(config, d, operand_width(hidden.device)),
         )  # fmt: skip
 
@@ -293,7 +297,8 @@ def _parts(weights: tuple[Weight, ...], dtype: torch.dtype, plan: tune.Plan) -> 
         yield 0, weights
         return
     each = sum(2 * w.rows * w.columns for w in weights)
-    step = max(1, min(count, tune.WORKSPACE_BYTES // each))
+    most = max(1, min(count, tune.WORKSPACE_BYTES // each))
+    step = -(-count // -(-count // most))  # much the same each time
     types = {t: k for k, t in PLAIN.items()}
     space = [torch.empty(step, w.rows, w.columns, dtype=dtype, device=w.data.device) for w in weights]
     for first in range(0, count, step):
@@ -304,11 +309,11 @@ def _parts(weights: tuple[Weight, ...], dtype: torch.dtype, plan: tune.Plan) -> 
 
 def gate_up_constants(config: tune.Config, gate: Operand, up: Operand, width: int) -> dict[str, Any]:
     types = {"GATE": gate.type, "GATE_BYTES": gate.bytes, "UP": up.type, "UP_BYTES": up.bytes}
-    return types | _constants(config, width)
+    return types | _constants(config, width, gate.type, up.type)
 
 
 def down_constants(config: tune.Config, down: Operand, width: int) -> dict[str, Any]:
-    return {"TYPE": down.type, "BYTES": down.bytes} | _constants(config, width)
+    return {"TYPE": down.type, "BYTES": down.bytes} | _constants(config, width, down.type)
 
 
 def dense_constants(config: tune.Config) -> dict[str, Any]:
@@ -318,9 +323,10 @@ def dense_constants(config: tune.Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _constants(config: tune.Config, width: int) -> dict[str, Any]:
+def _constants(config: tune.Config, width: int, *types: str) -> dict[str, Any]:
+    stages = 1 if set(types) & set(tune.UNSTAGED) else config.stages
     return {
-        "BLOCK_N": config.block_n, "TOKENS": config.tokens, "STAGES": config.stages, "WARPS": config.warps,
+        "BLOCK_N": config.block_n, "TOKENS": config.tokens, "STAGES": stages, "WARPS": config.warps,
         "WIDTH": width, "num_warps": config.warps, "maxnreg": config.registers,
     }  # fmt: skip
 

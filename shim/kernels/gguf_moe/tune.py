@@ -1,4 +1,5 @@
-"""How experts are launched, by the number of tokens. Measured on an H200; on 12.x by what compiles and by the model of bytes."""
+"""How experts are launched, by the number of slots (tokens times experts of each). Measured on an H200; for 12.x, where
+nothing has been measured, chosen by what compiles without spills."""
 
 from __future__ import annotations
 
@@ -28,16 +29,22 @@ class Plan:
     dense: bool = False  # experts go to 16 bits first, as many at a time as the workspace holds
 
 
-FEW_SLOTS = 256
-FEW = Plan(Config(64, 8, 1, 4, 4), Config(64, 8, 1, 4, 6), few=True)
-MANY_9 = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
-MANY_12 = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
+FEW_SLOTS, MANY_SLOTS = 256, 8192  # up to which slots are few; from which experts are dequantised first on 9.0
+# H200, 16 tokens: 2 and 3 stages take 1.8 to 2.5 times as long; 16 rows and 2 warps are within 5 %. Without a limit on
+# registers ptxas takes 80 for Q4_0's down, and spills two
+FEW = Plan(Config(32, 8, 1, 4, per_sm=8), Config(64, 8, 1, 4, per_sm=8, registers=168), few=True)
+# What is looked up once for each weight would be copied ahead as weights are, and take 160 KB of shared memory
+UNSTAGED = ("IQ4_NL", "IQ4_XS")
+SOME = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
+# H200, 8,192 tokens: 128 slots or 256 rows a program are 3 % slower; SOME takes 8.3 ms, where this takes 3.5
+DENSE = Plan(Config(128, 64, 3, 8), Config(128, 64, 3, 4), few=False, dense=True)
 
 
-def plan(slots: int, capability: tuple[int, int]) -> Plan:
+def plan(slots: int, capability: tuple[int, int], plain: bool = False) -> Plan:
+    """plain: all weights are of 16 bits."""
     if slots <= FEW_SLOTS:
         return FEW
-    return MANY_9 if capability[0] == 9 else MANY_12
+    return DENSE if plain or (capability[0] == 9 and slots >= MANY_SLOTS) else SOME
 
 
 def splits(tiles: int, most: int, config: Config, sms: int) -> int:
