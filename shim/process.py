@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,7 +115,8 @@ def ask_child(module: str, question: Any, variables: Mapping[str, str], timeout_
         out, err = child.communicate(timeout=timeout_s)
     except BaseException as problem:
         os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
+        with suppress(subprocess.TimeoutExpired):  # a child that hangs in a driver does not even die
+            child.communicate(timeout=10)
         if isinstance(problem, subprocess.TimeoutExpired):
             raise ChildProblem(f"no answer within {timeout_s:.0f} s", None) from None
         raise

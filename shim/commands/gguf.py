@@ -1,4 +1,4 @@
-"""`glm5-shim gguf`: what vLLM will be told of a GGUF."""
+"""`glm5-shim gguf`: what vLLM gets from a GGUF."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from shim.gguf.files import GGUFProblem, Model
 
 ARCH = "glm-dsa"
 
-# HF key -> GGUF key, for what the file must say. Key names: llama.cpp's converter for glm-dsa.
+# HF key -> GGUF key that the file must have. The names are those of llama.cpp's converter for glm-dsa.
 _REQUIRED = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -36,8 +36,8 @@ _OPTIONAL = {
     "topk_group": ("expert_group_used_count", 1),
     "num_nextn_predict_layers": ("nextn_predict_layers", 0),
 }
-# The same for GLM-5, 5.1 and 5.2, and in no GGUF. vLLM's own defaults for the first three are wrong for GLM, silently:
-# a NEOX indexer, no router bias, a softmax router.
+# The same for GLM-5, 5.1 and 5.2, and in no GGUF. vLLM's own defaults for the first three are wrong for GLM, and no
+# error would show it: a NEOX indexer, no router bias, a softmax router.
 _CONSTANT = {
     "indexer_rope_interleave": True,
     "topk_method": "noaux_tc",
@@ -56,12 +56,12 @@ _CONSTANT = {
     "torch_dtype": "bfloat16",
 }
 _SCORING = {1: "softmax", 2: "sigmoid"}  # llama.cpp: a glm-dsa file without the key means sigmoid
-# of keys that are no integers
+# The keys whose values are not integers
 _KINDS = {
     **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.freq_base", "expert_weights_scale"), float),
     "expert_weights_norm": bool,
 }
-_SAID = {int: "an integer", float: "a number", bool: "true or false"}
+_KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false"}
 _MOST_LAYERS = 1000  # a corrupt count must not cost memory
 _GLM_5_2_CONTEXT = 1048576
 _GLM_5_2_SHARING = {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_share_for_mtp_iteration": True}
@@ -109,8 +109,8 @@ def generation_config(model: Model) -> dict[str, Any]:
 def index_pattern(model: Model, layers: int) -> str:
     """One letter per layer: F runs its own indexer, S shares the selection of the F before it.
 
-    llama.cpp's rule: the key if it is there (true means full); else every layer for GLM-5 and 5.1, and for files with
-    GLM-5.2's context length its schedule.
+    The rule is llama.cpp's. A file with the key says it for each layer (true means full). Without the key, every layer
+    is full. But a file with GLM-5.2's context length follows GLM-5.2's schedule.
     """
     types = model.metadata.get(f"{ARCH}.attention.indexer.types")
     if types is None:
@@ -140,13 +140,13 @@ def _required(model: Model, name: str) -> Any:
 
 
 def _number(model: Model, name: str, default: Any) -> Any:
-    """The value of a key, if it is of the key's type and can be meant; `default` where there is none."""
+    """The value of a key, or `default` without the key. GGUFProblem unless it is of the key's type, finite and >= 0."""
     key = f"{ARCH}.{name}"
     value = model.metadata.get(key, default)
     kind = _KINDS.get(name, int)
-    # converters write a round float as an integer, and a flag as either
+    # Converters may write a round float as an integer, and a flag as bool or integer
     if not isinstance(value, (bool, int) if kind is bool else (kind, int)) or not 0 <= value < math.inf:
-        raise GGUFProblem(f"metadata key {key} is {value!r}, expected {_SAID[kind]}; download it again")
+        raise GGUFProblem(f"metadata key {key} is {value!r}, expected {_KIND_NAMES[kind]}; download it again")
     return kind(value)
 
 
@@ -164,7 +164,7 @@ def _rope(model: Model) -> dict[str, Any]:
 
 
 def _token_ids(model: Model) -> dict[str, Any]:
-    """GLM ends a turn with the next one's role, so <|user|> (eot) and <|observation|> (eom) stop it as well."""
+    """GLM ends its turn with the role of the next turn, so <|user|> (eot) and <|observation|> (eom) stop it, too."""
     stops = [_token_id(model, name) for name in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(stop for stop in stops if stop is not None))
     if not eos:

@@ -19,36 +19,29 @@ from gguf import GGMLQuantizationType as Type
 
 from shim import process
 from shim.gguf.reader import MAGIC, Header, MalformedHeader, Metadata, TensorInfo, read_header
+from shim.gguf.tensor_types import PLAIN_TYPES, QUANT_TYPES
 
 GIVE = "give a .gguf file, any part of a set, its directory, or directory:QUANT"
 MOST_NAMED = 32  # missing parts
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # llama.cpp's gguf-split
 
-# What gguf-py can dequantise and shim.kernels.ggml has kernels for. Others (ik_llama's) are refused.
-PLAIN_TYPES = (Type.F32, Type.F16, Type.BF16)
-QUANT_TYPES = (
-    *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
-    *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
-    *(Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S),
-    *(Type.IQ4_NL, Type.IQ4_XS, Type.TQ1_0, Type.TQ2_0, Type.MXFP4, Type.NVFP4),
-)
 _NUMPY_TYPES = {Type.F32: np.float32, Type.F16: np.float16}
 
 
 class GGUFProblem(ValueError):
-    """One clear line: what was found, what was expected, what to do. A corrupt name in it cannot break the line."""
+    """One line: what was found, what was expected, what to do. A letter that cannot be printed becomes "?"."""
 
     def __init__(self, line: str) -> None:
         super().__init__("".join(letter if letter.isprintable() else "?" for letter in line))
 
 
 class WrongArchitecture(GGUFProblem):
-    """A sound GGUF of another model: somebody else may be able to serve it."""
+    """A GGUF of another model. vLLM or its plugin may be able to serve it."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file of the set. `data_offset`: where its header ends and its tensors begin."""
+    """One file of the set. `tensors`: how many it has. `data_offset`: the byte at which its data section starts."""
 
     path: Path
     tensors: int
@@ -74,7 +67,7 @@ class _View:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor, still in its file. `shape` is torch's order (GGUF lists dimensions the other way round)."""
+    """One tensor, still in its file. `shape`: torch's order, the reverse of GGUF's. `offset`: from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,7 +96,7 @@ class Model:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Does this file start with GGUF's magic? False for directories and files that cannot be read."""
+    """Does this file start with GGUF's magic? False for a directory, and for a file that cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == MAGIC
@@ -112,10 +105,10 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
-    """Opens the set that `path` belongs to: any part, a single file, a directory holding one set, or `directory:QUANT`.
+    """Opens the set of `path`: any part, a single file, a directory of one set, or `directory:QUANT`.
 
-    Raises GGUFProblem: a part is missing, cut short, of another model, no GGUF, of another architecture, or holds
-    a type that cannot be read.
+    Raises GGUFProblem if a part is missing, cut short, no GGUF, of another model or another architecture, or if it has
+    a tensor of a type that cannot be read.
     """
     if not os.fspath(path):
         raise GGUFProblem("the path is empty; expected a .gguf file, a directory, or directory:QUANT")
@@ -153,7 +146,7 @@ def open_model(path: str | os.PathLike[str], *, arch: str = "glm-dsa") -> Model:
 
 
 def fingerprint(model: Model) -> str:
-    """32 hex digits that change when a part's header, size or time does, or the shim's version: a cache key."""
+    """A cache key of 32 hex digits. It changes when a part's header, size or time does, or the shim's own code."""
     digest = hashlib.sha256(process.identity().encode())
     for part in model.parts:
         stat = part.path.stat()
@@ -164,7 +157,7 @@ def fingerprint(model: Model) -> str:
 
 
 def part_paths(path: str | os.PathLike[str]) -> list[Path]:
-    """Every path of the set, in order, whether or not it exists. Looks at names only."""
+    """Every path of the set, in order. It looks at names only, so a part may not exist."""
     given = Path(path)
     directory, colon, quant = os.fspath(path).rpartition(":")
     _check_access(given if os.path.isdir(given) or not colon else Path(directory))
@@ -196,7 +189,7 @@ def part_paths(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _check_access(path: Path) -> None:
-    """GGUFProblem if a directory may not be entered, or the last one not listed: all in it would seem to be absent."""
+    """GGUFProblem if a directory on the way may not be entered, or `path` not be listed: files would seem absent."""
     for place in (*reversed(path.parents), path):
         needed = os.R_OK | os.X_OK if place == path else os.X_OK
         if os.path.isdir(place) and not os.access(place, needed):
@@ -213,17 +206,17 @@ def _part_names(stem: str, count: int) -> list[str]:
 
 
 def _check_suffix(file: Path, expected: re.Pattern[str]) -> None:
-    """GGUFProblem if only the suffix's capitals keep the name from being as `expected`."""
+    """GGUFProblem if the name would be as `expected` with its suffix in small letters."""
     small = file.with_suffix(file.suffix.lower()).name
     if small != file.name and expected.fullmatch(small):
         raise GGUFProblem(f"{file.name} ends in {file.suffix}, expected .gguf in small letters; rename it to {small}")
 
 
 def _set_in(directory: Path, quant: str) -> list[Path]:
-    """The one set in a directory, or the one whose name contains `quant`; unsloth keeps each in a folder of its own."""
+    """The one set in a directory, or the one whose name contains `quant`. A set may be in a folder: unsloth's are."""
     sets: dict[Path, list[Path]] = {}
     for file in sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")]):
-        if not os.path.isfile(file):  # or in a directory that may not be entered
+        if not os.path.isfile(file):  # a directory, or a file in a folder that may not be entered
             continue
         name = PART_NAME.fullmatch(file.name)
         stem = name["stem"] if name else file.stem
@@ -273,10 +266,11 @@ def _check_split(paths: list[Path], metadata: list[Metadata], counts: list[int])
     first = metadata[0]
     advice = "these are not the parts of one model; download one complete set"
     for number, (path, own) in enumerate(zip(paths, metadata, strict=True)):
-        said = (own.get("split.no", 0) + 1, own.get("split.count", 1) or 1)
-        if said != (number + 1, len(paths)):
+        number_and_count = (own.get("split.no", 0) + 1, own.get("split.count", 1) or 1)
+        if number_and_count != (number + 1, len(paths)):
             raise GGUFProblem(
-                f"{path.name} says it is part {said[0]} of {said[1]}, expected part {number + 1} of {len(paths)}; "
+                f"{path.name} says it is part {number_and_count[0]} of {number_and_count[1]}, "
+                f"expected part {number + 1} of {len(paths)}; "
                 "give it back the name it was published under, or download the set again"
             )
         for key in own:
@@ -320,12 +314,15 @@ def _check_length(path: Path, size: int, tensors: list[Tensor]) -> None:
 
 
 def _check_layout(path: Path, tensors: list[Tensor], alignment: int) -> None:
-    """A converter writes tensors one after the other, each at the next multiple of the alignment, and llama.cpp reads
-    no others. Offsets that repeat or go back in circles are damage, and so is a gap: a smaller type than was meant."""
+    """GGUFProblem if tensors overlap or leave a gap.
+
+    A converter writes each tensor at the next multiple of the alignment, and llama.cpp reads no other files. Damaged
+    offsets overlap. A damaged type with fewer bytes leaves a gap.
+    """
     for one, other in itertools.pairwise(sorted(tensors, key=lambda t: t.offset)):
         gap = other.offset - (one.offset + one.nbytes)
         if not 0 <= gap < alignment:
-            said = "overlap" if gap < 0 else f"are {gap} bytes apart"
+            fault = "overlap" if gap < 0 else f"are {gap} bytes apart"
             raise GGUFProblem(
-                f"tensors {one.name} and {other.name} {said} in {path.name}: its header is corrupt; download it again"
+                f"tensors {one.name} and {other.name} {fault} in {path.name}: its header is corrupt; download it again"
             )

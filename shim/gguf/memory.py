@@ -9,10 +9,11 @@ from typing import Any
 import gguf
 from gguf import GGMLQuantizationType as Type
 
-from shim.gguf.files import PLAIN_TYPES, Model, Tensor
+from shim.gguf.files import Model, Tensor
 from shim.gguf.names import split_name
 from shim.gguf.quantised_layers import layer_kind
 from shim.gguf.tensor_parallel import CUT_ROWS
+from shim.gguf.tensor_types import PLAIN_TYPES
 
 # Every rank holds these in full. All other tensors are divided by the number of ranks.
 REPLICATED = ("norm", "ffn_gate_inp", "exp_probs_b", "indexer.", "attn_q_a.", "attn_kv_a_mqa.", "nextn.eh_proj")

@@ -1,7 +1,7 @@
 """Which GGUF tensor is which Hugging Face tensor, of what shape, and what a complete file holds.
 
-The names are llama.cpp's (its converter for glm-dsa). A name is matched whole, or whole after its `blk.N.`; nothing is
-replaced inside a name, which is how `weights_proj.weight` comes to grief elsewhere.
+The names are those of llama.cpp's converter for glm-dsa. A name is matched whole, or whole after its `blk.N.`. Nothing
+is replaced inside a name: other loaders do that, and spoil `weights_proj.weight`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shim.gguf.files import GGUFProblem, Model
 
 
 class Row(NamedTuple):
-    """One tensor. `where`: the blocks that have it; `shape`: torch's order, in the letters of `dimensions`."""
+    """One tensor. `where`: the blocks that have it. `shape`: torch's order, in the words of `dimensions`."""
 
     gguf: str
     hf: str
@@ -30,8 +30,8 @@ TOP = (
     Row("output.weight", "lm_head.weight", "untied", ("vocab", "hidden")),
 )
 
-# In the order in which a loader should see them: q_a before kv_a and gate before up, since fused layers join shards in
-# the order in which they arrive. `experts.0` stands for all experts of a stacked tensor.
+# A loader should see them in this order: q_a before kv_a, and gate before up. vLLM's fused layers join shards in the
+# order in which they arrive. `experts.0` stands for all experts of a stacked tensor.
 BLOCK = (
     Row("attn_norm.weight", "input_layernorm.weight", "all", ("hidden",)),
     Row("attn_q_a.weight", "self_attn.q_a_proj.weight", "all", ("q_lora", "hidden")),
@@ -81,7 +81,7 @@ def split_name(gguf_name: str) -> tuple[int | None, str]:
 
 
 def find_row(gguf_name: str, n_layers: int, nextn: int = 0) -> Row | None:
-    """The table's row for a tensor; None if a model of `n_layers` blocks and `nextn` after them has none such."""
+    """The table's row for a tensor. None if a model of `n_layers` blocks and `nextn` NextN blocks does not have it."""
     layer, rest = split_name(gguf_name)
     if layer is None:
         return _TOP.get(rest)
@@ -99,20 +99,20 @@ def hf_name(gguf_name: str, n_layers: int, nextn: int = 0) -> str | None:
 
 
 def mapped(model: Model, config: dict[str, Any] | None = None) -> dict[str, str]:
-    """GGUF name -> HF name of every tensor that has one, in loading order: the top, then block by block as in BLOCK."""
+    """GGUF name -> HF name of every tensor that has one, in loading order: TOP, then each block in BLOCK's order."""
     config = config or hf_config(model)
     found = {name: hf_name(name, *_layers(config)) for name in sorted(model.tensors, key=_position)}
     return {name: hf for name, hf in found.items() if hf is not None}
 
 
 def unmapped(model: Model, config: dict[str, Any] | None = None) -> list[str]:
-    """GGUF names that mean nothing to us: weights that would be dropped in silence."""
+    """GGUF names without a row. A loader would drop these weights, and nobody would notice."""
     known = mapped(model, config)
     return [name for name in model.tensors if name not in known]
 
 
 def missing(model: Model, config: dict[str, Any] | None = None) -> list[str]:
-    """HF names that the config calls for and the file does not provide, each followed by the GGUF name looked for."""
+    """HF names that the config needs and the file does not have, each with the GGUF name behind it."""
     config = config or hf_config(model)
     absent = [f"{hf} ({name})" for name, hf in required(config).items() if name not in model.tensors]
     for layer in range(sum(_layers(config))):
@@ -120,13 +120,13 @@ def missing(model: Model, config: dict[str, Any] | None = None) -> list[str]:
             f"blk.{layer}.{name}.weight" in model.tensors for name in ("attn_k_b", "attn_v_b", "attn_kv_b")
         )
         if not fused and not (k_b and v_b):
-            wanted = [name for name, there in (("attn_k_b", k_b), ("attn_v_b", v_b)) if not there]
+            wanted = [name for name, found in (("attn_k_b", k_b), ("attn_v_b", v_b)) if not found]
             absent.append(f"model.layers.{layer}.{KV_B} (blk.{layer}.{' and '.join(wanted)})")
     return absent
 
 
 def required(config: dict[str, Any]) -> dict[str, str]:
-    """GGUF name -> HF name of every tensor this config cannot do without; kv_b, in its two forms, is not among them."""
+    """GGUF name -> HF name of every tensor that this config needs. kv_b is left out, because it has two forms."""
     n_layers, nextn = _layers(config)
     top = {"model"} | (set() if config["tie_word_embeddings"] else {"untied"})
     names = {row.gguf: row.hf for row in TOP if row.where in top}
@@ -158,7 +158,7 @@ def wrong_shapes(model: Model, config: dict[str, Any] | None = None) -> list[str
 
 
 def dimensions(config: dict[str, Any]) -> dict[str, int]:
-    """What the letters in `Row.shape` stand for."""
+    """The sizes that the words in `Row.shape` stand for."""
     heads, nope, v = config["num_attention_heads"], config["qk_nope_head_dim"], config["v_head_dim"]
     hidden, kv_lora, rope = config["hidden_size"], config["kv_lora_rank"], config["qk_rope_head_dim"]
     index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]

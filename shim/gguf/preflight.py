@@ -1,5 +1,7 @@
-"""Looks at the command line of a vLLM process before anything heavy is imported: a GGUF that cannot be served should
-cost a second, not the minute that vLLM takes to come to the same end."""
+"""Looks at the command line of a vLLM process before anything heavy is imported.
+
+A GGUF that cannot be served is refused within a second. vLLM itself would take a minute.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,17 @@ def check_command_line(argv: list[str]) -> None:
 
 
 def gguf_argument(argv: list[str]) -> str | None:
-    """The GGUF that a `vllm` command line serves, or None: what `serve` is given, or the value of `--model`.
+    """The GGUF that a `vllm` command line serves, or None. It is the argument of `serve`, or the value of `--model`.
 
-    Anything less certain, and a path in a directory that does not exist (a repository's, perhaps), is left to vLLM;
-    but a repository that says it holds GLM-5 as GGUF is nobody else's to serve.
+    A path in a directory that does not exist may be a repository's name, and is left to vLLM, as is all that is less
+    certain. But a repository whose name says GLM-5 as GGUF is ours: nobody else can serve it.
     """
     if any(os.path.basename(word) == "vllm" for word in argv[:3]):
         if "serve" not in argv[:4]:
             return None  # a client, a benchmark
         words = argv[argv.index("serve") + 1 :]
         candidates = words[:1]
-        # behind options: what follows a value is no value, but for options that take several
+        # Behind options. A word behind an option's value is no value, but for options that take several
         candidates += [word for before, word in itertools.pairwise(words) if _closed(before) and os.path.exists(word)]
     elif any(word.startswith("vllm.entrypoints.") for word in argv[:4]):
         candidates = []
@@ -55,8 +57,8 @@ def _closed(word: str) -> bool:
 
 
 def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
-    """One line on why the GGUF at `path` cannot be served by the command `argv`; None if it can, or if it is somebody
-    else's to serve."""
+    """One line on why the command `argv` cannot serve the GGUF at `path`. None if it can, or if vLLM or its plugin may
+    serve this model."""
     from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
     from shim.gguf.hf_directory import require_cache
     from shim.gguf.names import require_complete, require_nextn
@@ -88,30 +90,30 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
 
 def drafts_with_nextn(speculative: Any, method: str | None = None, model: str | None = None) -> bool:
     """Does this speculative config, as vLLM takes it, draft with the NextN block of the model itself? `method` and
-    `model`: what was said of them in options of their own."""
-    said = speculative if isinstance(speculative, dict) else {}
-    return str(method or said.get("method")).endswith("mtp") and not (model or said.get("model"))
+    `model`: the values of their own options, which win."""
+    config = speculative if isinstance(speculative, dict) else {}
+    return str(method or config.get("method")).endswith("mtp") and not (model or config.get("model"))
 
 
 def _drafts_with_nextn(argv: Sequence[str]) -> bool:
     try:
-        said = json.loads(_option(argv, "--speculative-config", "-sc") or "{}")
+        config = json.loads(_option(argv, "--speculative-config", "-sc") or "{}")
     except ValueError:
-        said = None  # vLLM's to refuse
+        config = None  # vLLM will refuse it
     method = _option(argv, "--spec-method", "--speculative-config.method", "-sc.method")
     model = _option(argv, "--spec-model", "--speculative-config.model", "-sc.model")
-    return drafts_with_nextn(said, method, model)
+    return drafts_with_nextn(config, method, model)
 
 
 def _option(argv: Sequence[str], *names: str) -> str | None:
-    """The value of an option given as `--name value` or `--name=value`, `_` for `-` as vLLM takes it; the last one
-    wins."""
-    said = None
+    """The value of an option, given as `--name value` or `--name=value`. The last one wins. Like vLLM, it takes `_` for
+    `-`."""
+    found = None
     for word, after in itertools.pairwise((*argv, "")):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") in names:
-            said = value if equals else after
-    return said
+            found = value if equals else after
+    return found
 
 
 def _flag(argv: Sequence[str], *names: str) -> bool:
@@ -119,14 +121,16 @@ def _flag(argv: Sequence[str], *names: str) -> bool:
 
 
 def _size(argv: Sequence[str], *names: str) -> int:
-    said = _option(argv, *names)
-    return int(said) if said and said.isdecimal() and int(said) else 1  # anything else is vLLM's to refuse
+    value = _option(argv, *names)
+    return int(value) if value and value.isdecimal() and int(value) else 1  # vLLM will refuse anything else
 
 
 def names_gguf(name: str) -> bool:
-    """Can `name`, as a user gives a model, mean a GGUF: a .gguf file, there or not, any file with GGUF's magic,
-    `directory:QUANT`, or a directory that holds GGUF files and no config.json, or shows nobody what it holds? A Hugging
-    Face repository never does."""
+    """Can `name`, as a user gives a model, mean a GGUF?
+
+    These can: a name that ends in .gguf, whether or not it exists; any file with GGUF's magic; `directory:QUANT`; a
+    directory without config.json that has GGUF files or cannot be listed. The name of a Hugging Face repository cannot.
+    """
     directory, colon, _ = name.rpartition(":")
     if os.path.isdir(name):
         closed = not os.access(name, os.R_OK | os.X_OK)
@@ -134,7 +138,7 @@ def names_gguf(name: str) -> bool:
     if name.lower().endswith(".gguf") or (bool(colon) and os.path.isdir(directory)):
         return True
     if not os.path.isfile(name):
-        return False  # most models: gguf and numpy are not imported for them
+        return False  # so it is with most models, and gguf and numpy are not imported
     from shim.gguf.files import is_gguf
 
     return is_gguf(name)
@@ -155,5 +159,5 @@ def is_ours(name: str) -> bool:
 
 def _names_repository(name: str) -> bool:
     """A hub's name for GLM-5, 5.1 or 5.2 as GGUF, as owner/GLM-5-GGUF or owner/GLM-5-GGUF:QUANT."""
-    said = re.fullmatch(r"[\w.-]+/GLM-5(\.[12])?-GGUF(:[\w.-]+)?", name, re.IGNORECASE)
-    return said is not None and not os.path.exists(name)
+    match = re.fullmatch(r"[\w.-]+/GLM-5(\.[12])?-GGUF(:[\w.-]+)?", name, re.IGNORECASE)
+    return match is not None and not os.path.exists(name)

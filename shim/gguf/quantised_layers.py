@@ -10,8 +10,9 @@ from typing import Any
 from gguf import GGMLQuantizationType as Type
 
 from shim.gguf.config import hf_config
-from shim.gguf.files import PLAIN_TYPES, Model
+from shim.gguf.files import Model
 from shim.gguf.names import mapped, split_name
+from shim.gguf.tensor_types import PLAIN_TYPES
 
 # vLLM builds these layers with the quantisation that it is given. It builds router, norms and eh_proj without one.
 # Three more are unquantised: kv_b_proj is rebuilt and then split into matrices, the indexer's wk shares a layer with

@@ -1,8 +1,8 @@
-"""Quantisers for what gguf-py can only undo: Q4_K, Q5_K, Q6_K, and stand-ins for Q2_K, Q3_K, NVFP4 and IQ types. For the tiny
-model, not for a good one.
+"""Quantises what gguf-py can only dequantise: Q4_K, Q5_K, Q6_K, and stand-ins for Q2_K, Q3_K, NVFP4 and the IQ types.
+For the tiny model only: a good model needs better scales.
 
-Block layouts: llama.cpp's ggml-common.h (block_q4_K, block_q5_K, block_q6_K), undone by gguf-py's dequantize_blocks.
-A block is 256 values. The scales are plain min-max or absmax per sub-block; llama.cpp searches for better ones.
+Block layouts: llama.cpp's ggml-common.h (block_q4_K, block_q5_K, block_q6_K). gguf-py's dequantize_blocks is their
+inverse. A block is 256 values. Scales are plain min-max or absmax per sub-block; llama.cpp searches for better ones.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ SCALES = {
 
 
 def quantize(values: np.ndarray, kind: Type) -> np.ndarray:
-    """float32 [..., n] -> the bytes of `kind`, uint8 [..., n / block * bytes]; F32 and F16 come back as themselves.
+    """float32 [..., n] -> the bytes of `kind`, uint8 [..., n / block * bytes]. F32 and F16 keep their own types.
 
-    STAND_INS come as random blocks of the same spread: good enough for weights that are random anyway.
+    STAND_INS become random blocks with the standard deviation of `values`. The weights are random anyway.
+    Raises ValueError unless n is a multiple of the block.
     """
     if kind in STAND_INS:
         seed = np.frombuffer(values.tobytes()[:64], dtype=np.uint32)
@@ -47,7 +48,8 @@ def quantize(values: np.ndarray, kind: Type) -> np.ndarray:
 
 
 def random_blocks(shape: tuple[int, ...], kind: Type, spread: float, rng: np.random.Generator) -> np.ndarray:
-    """Random bytes that are sound blocks of `kind`, a key of SCALES, with values of standard deviation `spread`."""
+    """Random blocks of `kind`, a key of SCALES, as uint8 [..., n / block * bytes]. `spread`: the standard deviation of
+    their values. ValueError unless n is a multiple of the block."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise ValueError(f"{kind.name} needs rows of a multiple of {block}, got {shape}")

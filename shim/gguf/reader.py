@@ -126,7 +126,7 @@ def _check_start(start: bytes) -> None:
 
 
 class _Cursor:
-    """A place in the file's first bytes. Each method returns what stands there and moves behind it."""
+    """A place in the header. Each method returns what is at this place, and moves on."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data

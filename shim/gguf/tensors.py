@@ -16,13 +16,14 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from shim.gguf.config import hf_config
-from shim.gguf.files import PLAIN_TYPES, Model, Tensor
+from shim.gguf.files import Model, Tensor
 from shim.gguf.names import KV_B, mapped, require_complete, split_name
+from shim.gguf.tensor_types import PLAIN_TYPES
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 _NONE: Mapping[str, str] = MappingProxyType({})
 _CHUNK = 1 << 24  # values dequantised at a time: 64 MiB of float32, and as much again inside gguf-py
-# What a NextN block may leave out and then has in common with the model: its name in the block, the model's
+# A NextN block may leave these out, and then uses the model's: (name in the block, name in the model)
 _SHARED = (("nextn.embed_tokens.weight", "token_embd.weight"), ("nextn.shared_head_head.weight", "output.weight"))
 
 
@@ -75,7 +76,7 @@ def _tensor(
     if rest.startswith("indexer.") and layer is not None and shares_selection(config, layer):
         return
     if hf.endswith(KV_B):
-        if rest != "attn_v_b.weight":  # attn_k_b brings its other half along
+        if rest != "attn_v_b.weight":  # kv_b reads both halves when attn_k_b comes
             yield hf, kv_b(model, layer, dtype)
         return
     experts = range(tensor.shape[0]) if ".experts.0." in hf else [None]
@@ -88,7 +89,7 @@ def _tensor(
 
 
 def packed(tensor: Tensor, index: int | None = None) -> torch.Tensor:
-    """The tensor, or its `index`-th slice, as uint8 [..., bytes of a row]: a view of the file, not to be written to."""
+    """The tensor, or its `index`-th slice, as uint8 [..., bytes of a row]: a view of the file. Do not write to it."""
     raw = tensor.raw() if index is None else tensor.raw()[index]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -96,9 +97,9 @@ def packed(tensor: Tensor, index: int | None = None) -> torch.Tensor:
 
 
 def dense(tensor: Tensor, index: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The tensor, or only its `index`-th slice (an expert), as a torch tensor that owns its memory.
+    """The tensor, or its `index`-th slice (an expert), as a torch tensor that owns its memory.
 
-    `dtype` for a quantised type; F32, F16 and BF16 keep theirs, bit for bit.
+    A quantised type becomes `dtype`. F32, F16 and BF16 keep their types and bits.
     """
     raw = tensor.raw() if index is None else tensor.raw()[index]
     if tensor.type is Type.BF16:
@@ -116,9 +117,9 @@ def dense(tensor: Tensor, index: int | None = None, dtype: torch.dtype = torch.f
 
 
 def kv_b(model: Model, layer: int | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """kv_b_proj [heads * (nope + v), kv_lora], rebuilt from k_b and v_b, or as it is in an older file.
+    """kv_b_proj [heads * (nope + v), kv_lora], rebuilt from k_b and v_b. An older file has it in one piece.
 
-    llama.cpp's converter splits it by head and transposes k_b: k_b [heads, kv_lora, nope], v_b [heads, v, kv_lora].
+    llama.cpp's converter splits it by head, and transposes k_b: k_b [heads, kv_lora, nope], v_b [heads, v, kv_lora].
     """
     fused = model.tensors.get(f"blk.{layer}.attn_kv_b.weight")
     if fused is not None:

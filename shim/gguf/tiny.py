@@ -1,8 +1,8 @@
 """Writes a tiny GLM-5 as GGUF: random weights, real geometry, a real tokenizer. For the demo and the tests.
 
-It is quantised and laid out as unsloth's UD-Q4_K_XL of GLM-5: the first part holds no tensors, kv_b comes as k_b and
-v_b, attn_kv_a_mqa stands before attn_q_a. `write_tiny` is metadata, tensors and `write_gguf` in a row; tests change
-what lies between.
+It is quantised and laid out as unsloth's UD-Q4_K_XL of GLM-5: the first part has no tensors, kv_b is split into k_b and
+v_b, and attn_kv_a_mqa comes before attn_q_a. `write_tiny` calls `tiny_metadata`, `tiny_tensors` and `write_gguf`. Tests
+call these themselves and change what they return.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from shim.gguf.quantize import quantize
 Tensors = dict[str, tuple[np.ndarray, Type]]  # GGUF name -> (float32 values in torch order, type in the file)
 
 
-# Types by name of tensor, "" for the rest. k_b's rows are 192, no multiple of 256, so llama-quantize falls back there.
+# Types by name of tensor; "" is for all others. k_b's rows are 192 wide, which is no multiple of 256, so llama-quantize
+# falls back to types of 32 values a block.
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps")
 MIXES: dict[str, dict[str, Type]] = {
     "ud": {"": Type.Q8_0, **dict.fromkeys(_EXPERTS, Type.Q4_K), "ffn_down_exps": Type.Q5_K},
@@ -51,7 +52,7 @@ MIXES: dict[str, dict[str, Type]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The geometry. The widths are multiples of 256, as K-quants need; `nope` alone is 192, as in the real one."""
+    """The geometry. K-quants need widths that are multiples of 256. Only `nope` is 192, as in GLM-5."""
 
     layers: int = 4
     dense: int = 1
@@ -89,7 +90,7 @@ def write_tiny(
 ) -> Path:
     """Writes the model and returns the path of its first part. The same arguments give the same bytes.
 
-    parts: 1, or at least 2, of which the first holds metadata only
+    parts: 1, or more, of which the first has metadata only
     mix:   "ud" (Q4_K, Q5_K, Q6_K experts, Q8_0 for the rest) or another key of MIXES; norms and router are always F32
     """
     shape = Shape(layers=layers, dense=dense, nextn=nextn, topk=topk, context=context)
@@ -97,7 +98,7 @@ def write_tiny(
 
 
 def tiny_metadata(shape: Shape, name: str = "tiny-glm5") -> dict[str, Any]:
-    """Every key that llama.cpp's converter writes for GLM-5, but attention.indexer.types, which few files have."""
+    """Every key that llama.cpp's converter writes for GLM-5, without attention.indexer.types: few files have it."""
     tokenizer = tiny_tokenizer.train(shape.vocab)
     tokens, kinds, merges = tiny_tokenizer.gguf_tables(tokenizer)
     arch = {
@@ -158,8 +159,8 @@ def tiny_metadata(shape: Shape, name: str = "tiny-glm5") -> dict[str, Any]:
 def tiny_tensors(shape: Shape, seed: int = 0, mix: str = "ud") -> Tensors:
     """The weights, in the order of llama.cpp's converter.
 
-    The scales make attention flat and its output large, and the experts small: rounding to bf16 then hardly shows,
-    while attending to the wrong tokens, or to all of them, does.
+    The gains make attention flat, its output large, and the experts small. So rounding to bf16 changes the answer
+    little, and attention to wrong tokens, or to all of them, changes it much.
     """
     rng = np.random.default_rng(seed)
 
@@ -218,7 +219,7 @@ def tiny_tensors(shape: Shape, seed: int = 0, mix: str = "ud") -> Tensors:
 
 
 def _kinds(shape: Shape, mix: str) -> Callable[[str], Type]:
-    """Which type each tensor gets. As in unsloth's UD-Q4_K_XL, one layer's downs are Q6_K there."""
+    """Tensor name -> type. In "ud", ffn_down_exps of one layer is Q6_K, as in unsloth's UD-Q4_K_XL."""
     kinds = MIXES[mix]
 
     def kind(name: str) -> Type:
@@ -241,9 +242,9 @@ def write_gguf(
     *,
     empty_first: bool = True,
 ) -> Path:
-    """Quantises and writes `name.gguf`, or `name-00001-of-....gguf` and so on; returns the first path.
+    """Quantises and writes `name.gguf`, or `name-00001-of-....gguf` and so on. Returns the first path.
 
-    empty_first: of several parts the first holds metadata only, as unsloth's do.
+    empty_first: the first of several parts has metadata only, as unsloth's has.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -272,7 +273,7 @@ def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
 
 
 def _add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """The types that llama.cpp's converter uses; bool before int, which it is a kind of."""
+    """Uses the types of llama.cpp's converter. bool comes before int, because True is an int."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -10,7 +10,7 @@ from shim.gguf.tokenizer import CONTROL, USER_DEFINED, dress
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# GLM-5's, in its order (ids 154820 and on). The last ones are matched whole, but count as text.
+# GLM-5's, in its order (ids 154820 and on). Those of TEXT_LIKE are matched whole, but they are text.
 SPECIAL = (
     *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
@@ -51,7 +51,7 @@ Emoji count as text as well: 🙂 🚀 🌍 ❤️ 👩‍💻 and so do symbols
 
 
 def train(vocab: int = 1024) -> Tokenizer:
-    """Trains the tokenizer; the same `vocab` gives the same tokens and merges every time."""
+    """Trains the tokenizer. The same `vocab` gives the same tokens every time. ValueError if it is too large."""
     from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers
     from tokenizers.models import BPE
 

@@ -16,7 +16,7 @@ GLM4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# gguf.TokenType. CONTROL: a special token; USER_DEFINED: matched whole, yet text; UNUSED: padding of the table.
+# gguf.TokenType. CONTROL: a special token. USER_DEFINED: matched whole, but text. UNUSED: padding of the table.
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 
 
@@ -29,7 +29,7 @@ def write_tokenizer(model: Model, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(_config(model), indent=2), encoding="utf-8")
     template = model.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
-        # newline="": a template is data, and Windows line ends would change the prompt
+        # newline="" keeps the line ends of the template: other ones would change the prompt
         with open(directory / "chat_template.jinja", "w", encoding="utf-8", newline="") as file:
             file.write(template)
 
@@ -43,14 +43,14 @@ def build(model: Model) -> Tokenizer:
     vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     tokenizer = dress(Tokenizer(BPE(vocab=vocab, merges=pairs, ignore_merges=True)))
-    # Added tokens are in the vocabulary too, so each keeps its number
+    # Added tokens are in the vocabulary, too, so each keeps its number
     added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
     return tokenizer
 
 
 def dress(tokenizer: Tokenizer) -> Tokenizer:
-    """Gives a BPE model GLM's way of cutting text and of writing bytes as letters. No BOS: GLM's template has it."""
+    """Makes a BPE model cut text, and write bytes as letters, as GLM does. It adds no BOS: GLM's template has it."""
     from tokenizers import Regex, decoders, pre_tokenizers, processors
 
     cut = pre_tokenizers.Split(Regex(GLM4_PATTERN), behavior="isolated")
@@ -62,8 +62,10 @@ def dress(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def tables(model: Model) -> tuple[list[str], list[int], list[str]]:
-    """Tokens, token types and merges, from the first part's header. GGUFProblem unless they are GLM's and fit each
-    other: a merge is of two tokens, and makes a third."""
+    """Tokens, token types and merges, from the first part's header.
+
+    GGUFProblem unless they are GLM's and fit each other: each merge joins two tokens, and the result is a token.
+    """
     found = tuple(model.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if found != ("gpt2", "glm4"):
         raise GGUFProblem(f"the tokenizer is {found[0]} cut by {found[1]}, expected gpt2 cut by glm4; convert it anew")

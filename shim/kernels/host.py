@@ -13,7 +13,7 @@ import torch
 
 from shim.process import log
 
-_new = tuple.__new__  # faster than NamedTuple's own, which is Python. A launch makes up to nine forms
+new = tuple.__new__  # for NamedTuples of each launch: their own __new__ is Python, and slower
 
 
 class Form(NamedTuple):
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 def form(tensor: torch.Tensor) -> Form:
-    return _new(Form, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0))
+    return new(Form, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0))
 
 
 class Launch(NamedTuple):
@@ -79,7 +79,7 @@ class Compiled:
         """How many variants there are; 0 before warm-up."""
         return sum(map(len, self._caches))
 
-    def report(self, call: object) -> None:
+    def tell(self, call: object) -> None:
         """Logs this call, if a variant was compiled for it after warm-up."""
         if (count := self.count()) > self._reported:
             self._reported = count

@@ -66,7 +66,8 @@ def test_bit_equal(ask_engine, model, tokens):
         {"name": "teacher", "prompts": [prompt], "keep": "prompt", "max_tokens": 8},
         {"name": "batch", "prompts": [prompt[:50], prompt[50:180]], "max_tokens": 8},
     ]
-    on, off = (ask_engine(path, jobs, shim=shim, dtype="float32", enforce_eager=True) for shim in (True, False))
+    # not float32: vLLM's dense MLA for CPUs with AMX does not take it
+    on, off = (ask_engine(path, jobs, shim=shim, dtype="bfloat16", enforce_eager=True) for shim in (True, False))
     assert off.pop("ledgers") == []
     (ledger,) = on.pop("ledgers")
     assert set(on) == set(off) and len(on) > 6

@@ -54,13 +54,13 @@ def test_what_compiles_after_warm_up_is_logged_once(caplog, monkeypatch):
     kernels = Kernel(), Kernel()
     compiled = Compiled("op", *kernels)
     with caplog.at_level(logging.WARNING):
-        compiled.report("before warm-up")
+        compiled.tell("before warm-up")
         compiled.warm(torch.device("cuda", 0))
-        compiled.report("warm")
+        compiled.tell("warm")
         assert compiled.count() == 2 and not caplog.records
         kernels[1].device_caches[0][0]["b"] = 1
-        compiled.report("late")
-        compiled.report("again")
+        compiled.tell("late")
+        compiled.tell("again")
     (record,) = caplog.records
     assert record.name == "vllm.glm5_shim"  # vLLM's handlers print it
     assert record.getMessage() == "op compiled a variant after warm-up: late"

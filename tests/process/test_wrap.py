@@ -239,6 +239,7 @@ print("made")
 """
 
 
+@pytest.mark.needs("vllm")
 @pytest.mark.parametrize(
     ("value", "gguf", "message"),
     [

@@ -111,7 +111,7 @@ def _launch(x: torch.Tensor, weight: Weight, w: Operand, out: torch.Tensor, spac
         x, w.data, w.table, out, space.partial, space.arrived, x.shape[0], weight.rows, weight.columns, w.tiles,
         x.stride(0), out.stride(0), **constants(config, w.type, w.bytes, plan.splits, operand_width(x.device)),
     )  # fmt: skip
-    compiled.report(plan)
+    compiled.tell(plan)
 
 
 def constants(config: tune.Config, type: str, bytes: int, splits: int, width: int) -> dict[str, Any]:

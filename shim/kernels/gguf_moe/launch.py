@@ -152,7 +152,7 @@ def moe(
         _launch_few(x, experts, topk_ids, topk_weights, out, workspace, plan)
     else:
         _launch_many(x, experts, topk_ids, topk_weights, out, plan)
-    compiled.report(plan)
+    compiled.tell(plan)
     return out
 
 

@@ -56,7 +56,7 @@ def mqa_logits(
         function[(launch.programs,)](
             _operand(q), _operand(k), k_scale, weights, ks, ke, out, *launch.numbers, out.stride(0), **launch.options
         )
-        compiled.report(launch)
+        compiled.tell(launch)
     return out
 
 
@@ -97,7 +97,7 @@ def paged_mqa_logits(
             _operand(q), _operand(cache.view(FP8)), weights, context_lens, block_table, out,
             *launch.numbers, out.stride(0), **launch.options,
         )  # fmt: skip
-        compiled.report(launch)
+        compiled.tell(launch)
     return out
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from shim.kernels import interpreter
-from shim.kernels.host import Compiled, Form, Launch, form, sm_count
+from shim.kernels.host import Compiled, Form, Launch, form, new, sm_count
 from shim.kernels.sparse_mla import kernel, tune, union
 from shim.kernels.sparse_mla.reference import FP8_ROW_BYTES, LATENT, ROPE, ROW
 
@@ -35,7 +35,7 @@ class Tensors(NamedTuple):
     lse: torch.Tensor
 
     def forms(self) -> Forms:
-        return Forms._make(map(form, self))
+        return new(Forms, [form(tensor) for tensor in self])
 
     def of_tokens(self, part: slice) -> Tensors:
         return Tensors(
@@ -147,7 +147,7 @@ def sparse_mla(
         out = torch.empty(latent.shape, dtype=latent.dtype, device=device)
     if lse is None:
         lse = torch.empty(latent.shape[:2], dtype=torch.float32, device=device)
-    tensors = Tensors(latent, rope, cache, topk, req_ids, block_table, seq_lens, out, lse)
+    tensors = new(Tensors, (latent, rope, cache, topk, req_ids, block_table, seq_lens, out, lse))
     forms = tensors.forms()
     call = _call(forms, plan, sm_count(device), is_large(device))
     if call is None:
@@ -175,7 +175,7 @@ def sparse_mla(
     )
     if call.merge is not None:
         kernel.merge[(call.merge.programs,)](shares, share_lse, out, lse, *call.merge.numbers, **call.merge.options)
-    compiled.report(call)
+    compiled.tell(call)
     return out, lse
 
 
@@ -200,7 +200,7 @@ def _attend_shared(
             kernel.attend[(launch.programs,)](
                 *part.arguments(chosen, counts, part.out, part.lse), scale, *launch.numbers, **launch.options
             )
-            compiled.report(launch)
+            compiled.tell(launch)
 
 
 class _Call(NamedTuple):

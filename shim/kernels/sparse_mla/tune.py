@@ -53,10 +53,8 @@ SHARE = 1  # of writing a share's fp32 result and reading it again: 8 heads are 
 MERGE = 4  # of the second launch; predicted: 2 us in a captured graph
 MERGE_SHARE = 1.25  # of a share in the merge, per SM; H200: with it 8 tokens take 32 shares. 64 cost 2 to 3 us more
 SCAN = 1024  # columns that one step searches for the last one that is not -1; predicted: two steps for a row of 2048
-MERGE_VALUES, MERGE_WARPS = (
-    2048,
-    4,
-)  # fp32 values of a merge program; predicted: 8 heads of 64 shares give 128, each reads 8 KB
+MERGE_VALUES = 2048  # fp32, of a merge program; predicted: 8 heads of 64 shares give 128 programs, each reads 8 KB
+MERGE_WARPS = 4
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def topk(
         )
     else:
         kernel.whole_rows[(launch.programs,)](*tensors, *launch.numbers, **launch.options)
-    compiled.report(launch)
+    compiled.tell(launch)
     return out
 
 

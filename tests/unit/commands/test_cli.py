@@ -19,7 +19,12 @@ from shim.commands.cli import main
         (["doctor", "--json", "nonsense"], 2, "no check is named nonsense"),
         (["gguf", "/dev/null", "--json"], 1, "/dev/null is a FIFO, device or socket"),
         (["gguf", "--json"], 2, "Missing argument 'PATH'"),
-        (["explain", "--json", "--capability", "120"], 1, "capability is '120'; expected major.minor"),
+        pytest.param(
+            ["explain", "--json", "--capability", "120"],
+            1,
+            "capability is '120'; expected major.minor",
+            marks=pytest.mark.needs("vllm"),
+        ),
         (["demo", "--json", "--timeout", "0"], 2, "0 is not in the range"),
         (["nonsense", "--json"], 2, "No such command 'nonsense'"),
         (["patches", "--json", "--ledgers"], 1, "ZeroDivisionError: "),  # an error that nobody expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -53,6 +54,9 @@ def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
     assert done.stdout.endswith("1 checks, 1 problem, 0 warnings\n")
 
 
+SAME = f"{sys.prefix}/:{sys.version_info[0]}.{sys.version_info[1]}"  # this Python by another name
+
+
 @pytest.mark.parametrize(
     ("name", "value", "status", "why"),
     [
@@ -61,7 +65,7 @@ def test_a_problem_exits_with_1_and_a_mend(monkeypatch):
         ("GLM5_SHIM_FOREIGN", "1", "warning", "not variables of glm5-shim: GLM5_SHIM_FOREIGN"),
         ("GLM5_SHIM_OFF", "no", "ok", ""),
         ("GLM5_SHIM_PYTHON", "/nowhere:3.11", "problem", "GLM5_SHIM_PYTHON is '/nowhere:3.11'; expected PREFIX:"),
-        ("GLM5_SHIM_PYTHON", f"{sys.prefix}/:3.11", "warning", f"={sys.prefix}/:3.11: the shim stays off in this"),
+        ("GLM5_SHIM_PYTHON", SAME, "warning", f"={SAME}: the shim stays off in this"),
     ],
 )
 def test_variables(monkeypatch, name, value, status, why):
@@ -83,7 +87,7 @@ def test_nothing_is_claimed_of_patches_where_the_shim_cannot_come_up(monkeypatch
     done = invoke(["patches"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert next(iter(variable)) in done.stderr and done.stderr.count("\n") == 1
-    if variable == {"GLM5_SHIM_OFF": "1"}:
+    if variable == {"GLM5_SHIM_OFF": "1"} and importlib.util.find_spec("vllm"):
         assert invoke(["demo"]).stderr == done.stderr
 
 

@@ -136,8 +136,8 @@ def test_a_device():
 @pytest.mark.parametrize("name", ["unsloth/GLM-5-GGUF", "unsloth/GLM-5-GGUF:UD-Q4_K_XL"])
 def test_a_repositorys_name(name):
     one_quant = " --include '*UD-Q4_K_XL*'" if ":" in name else ""
-    said = f"download its files first (hf download unsloth/GLM-5-GGUF{one_quant} --local-dir DIR)"
-    assert problem(name).startswith(f"{name} does not exist; if it is a repository, {said}")
+    advice = f"download its files first (hf download unsloth/GLM-5-GGUF{one_quant} --local-dir DIR)"
+    assert problem(name).startswith(f"{name} does not exist; if it is a repository, {advice}")
     assert "repository" not in problem("models/x.gguf")
 
 
@@ -182,8 +182,8 @@ def test_a_suffix_in_capitals(make, tmp_path):
     part = make(parts=2)
     for path in (part, part.with_name("small-00002-of-00002.gguf")):
         path.rename(path.with_suffix(".GGUF"))
-    said = "ends in .GGUF, expected .gguf in small letters; rename it to small-00001-of-00002.gguf"
-    assert problem(part.with_suffix(".GGUF")) == f"small-00001-of-00002.GGUF {said}"
+    fault = "ends in .GGUF, expected .gguf in small letters; rename it to small-00001-of-00002.gguf"
+    assert problem(part.with_suffix(".GGUF")) == f"small-00001-of-00002.GGUF {fault}"
     assert "ends in .GGUF, expected .gguf in small letters; rename it to small-0000" in problem(tmp_path)
     whole = make(name="whole", at="one")
     assert open_model(whole.rename(whole.with_suffix(".GGUF"))).parts[0].path.name == "whole.GGUF"

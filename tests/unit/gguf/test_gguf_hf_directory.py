@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shim
+from shim import process
 from shim.gguf import hf_directory as directory
 from shim.gguf.config import generation_config, hf_config
 from shim.gguf.files import GGUFProblem, fingerprint, open_model
@@ -35,6 +36,7 @@ def test_contents(tiny_model, tmp_path):
     assert path.stat().st_mode & 0o755 == 0o755
 
 
+@pytest.mark.needs("transformers")
 def test_transformers_loads_it(tiny_model, tmp_path):
     """As vLLM does: config, generation config, tokenizer and chat template, from the directory alone."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -66,6 +68,25 @@ def test_a_changed_file_gets_a_new_directory(make, tmp_path):
     first = hf_directory(open_model(path), tmp_path / "cache")
     os.utime(path, ns=(1, 1))
     assert hf_directory(open_model(path), tmp_path / "cache") != first
+
+
+def test_other_code_of_the_shim_gets_a_new_directory(tiny_model, tmp_path, monkeypatch):
+    """A `git pull` moves no version, and config and tokenizer may come out differently."""
+    first = hf_directory(tiny_model, tmp_path)
+    monkeypatch.setattr(process, "identity", lambda: f"{shim.__version__}+another commit")
+    assert hf_directory(tiny_model, tmp_path) != first
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_others_may_read_and_not_write_whatever_the_umask(tiny_model, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        path = hf_directory(tiny_model, tmp_path / "deep" / "cache")
+    finally:
+        os.umask(before)
+    assert {entry.stat().st_mode & 0o777 for entry in path.iterdir()} == {0o644}
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert [place.stat().st_mode & 0o777 for place in (path.parent, path.parent.parent)] == [0o755 & ~umask] * 2
 
 
 def test_a_lost_race_uses_the_winners_directory(tiny_model, tmp_path, monkeypatch):

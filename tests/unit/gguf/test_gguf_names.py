@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
@@ -51,6 +52,23 @@ def test_names_are_matched_whole(name, layer, junk):
     assert hf_name(full + junk, 78, 1) is None
     assert hf_name(junk + full, 78, 1) is None
     assert hf_name(f"blk.{layer}.{junk}{name.gguf}", 78, 1) is None
+
+
+# What gguf-py lists for glm-dsa, and no GLM-5 file has
+NOT_IN_GLM_5 = {
+    "rope_freqs": "factors of scaled positions, and GLM-5's are not scaled",
+    "blk.{bid}.attn_rot_embd": "rotary frequencies, which the model computes",
+    "blk.{bid}.attn_q": "the query of a model without q_lora_rank",
+}
+
+
+def test_every_tensor_of_gguf_pys_own_list_has_a_row_and_its_name():
+    (arch,) = (arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == "glm-dsa")
+    listed = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
+    top, block = ({row.gguf.rpartition(".")[0] for row in rows} for rows in (TOP, BLOCK))
+    ours = top | {f"blk.{{bid}}.{name}" for name in block}
+    assert listed - ours == NOT_IN_GLM_5.keys()
+    assert ours <= listed
 
 
 def test_hf_names_are_unique_but_for_kv_b():

@@ -65,8 +65,8 @@ def test_everything_else(argv, gguf):
 def test_a_repository_of_glm5_as_gguf_is_refused_at_once(name):
     argv = ["/v/bin/vllm", "serve", name]
     assert preflight.gguf_argument(argv) == name
-    said = preflight.problem_with(name, argv)
-    assert said.startswith(f"{name} does not exist; if it is a repository, download its files first (hf download ")
+    line = preflight.problem_with(name, argv)
+    assert line.startswith(f"{name} does not exist; if it is a repository, download its files first (hf download ")
 
 
 @pytest.mark.parametrize("name", ["zai-org/GLM-5", "unsloth/GLM-5.3-Flash-GGUF", "unsloth/GLM-4.7-GGUF:Q4_K_M"])
@@ -110,8 +110,8 @@ def test_what_is_ours(tiny, other_architecture, tmp_path):
 
 def test_a_cache_that_cannot_be_written(tiny, monkeypatch):
     monkeypatch.setenv("GLM5_SHIM_CACHE_DIR", "/proc/nowhere")
-    said = preflight.problem_with(str(tiny))
-    assert said.startswith("cannot write the cache /proc/nowhere: ") and "set GLM5_SHIM_CACHE_DIR" in said
+    line = preflight.problem_with(str(tiny))
+    assert line.startswith("cannot write the cache /proc/nowhere: ") and "set GLM5_SHIM_CACHE_DIR" in line
 
 
 def test_a_whole_model_passes(tiny):
@@ -147,6 +147,6 @@ def test_mtp_needs_a_nextn_block(tiny, tmp_path, words, drafts):
     without = write_tiny(tmp_path, name="no-nextn", parts=1, layers=1, nextn=0)
     argv = ["vllm", "serve", "x.gguf", *words]
     assert preflight.problem_with(str(tiny), argv) is None
-    said = preflight.problem_with(str(without), argv)
-    assert (said or "").startswith("no-nextn.gguf has no NextN block") is drafts
-    assert drafts or said is None
+    line = preflight.problem_with(str(without), argv)
+    assert (line or "").startswith("no-nextn.gguf has no NextN block") is drafts
+    assert drafts or line is None

@@ -143,9 +143,9 @@ def test_sixteen_ranks_would_cut_blocks(first_part, monkeypatch):
     monkeypatch.setattr(upstream, "cpu_wheel", lambda: False)
     begin = time.monotonic()
     assert preflight.problem_with(str(first_part), ["vllm", "serve", "-tp", "8"]) is None
-    said = preflight.problem_with(str(first_part), ["vllm", "serve", "-tp", "16"])
+    answer = preflight.problem_with(str(first_part), ["vllm", "serve", "-tp", "16"])
     print(f"\n{(time.monotonic() - begin) / 2:.2f} s each")
-    assert said == (
+    assert answer == (
         "tensor-parallel size 16 cuts blk.3.ffn_down_exps.weight, 2048 wide, into pieces that are no multiple of "
         "Q5_K's block of 256; sizes that work: 1, 2, 4, 8"
     )
