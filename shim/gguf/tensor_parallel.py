@@ -11,7 +11,6 @@ from shim.gguf.config import hf_config
 from shim.gguf.files import Model, Tensor
 from shim.gguf.names import mapped
 from shim.gguf.quantised_layers import EXPERTS, LINEAR, layer_kind
-from shim.gguf.tensor_types import PLAIN_TYPES
 
 # Each rank takes a run of columns of these. All other layers are cut between rows, or not at all.
 CUT_ROWS = ("attn_output", "ffn_down", "ffn_down_shexp", "ffn_down_exps")

@@ -18,7 +18,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from shim import env, ledger, process, upstream
+from shim import env, ledger, upstream
 from shim.patch import Patch, Verdict
 
 NAME = "gguf_engine_args"

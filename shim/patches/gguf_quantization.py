@@ -1,9 +1,8 @@
 """Target: vllm.model_executor.model_loader.weight_utils.get_quant_config
 
-Why:    vLLM makes a quantisation's config from the model's files, and ours is made from the GGUF, which no config names:
-        the type of each layer's weights.
-How:    for our load format with our quantisation the config is `shim.quantization.config.Glm5GGUFConfig`, with the types
-        in it, so that workers get them with their config. For any other it is vLLM's.
+Why:    vLLM makes a quantisation's config from the model's files, but the types of GLM-5's weights are in the GGUF.
+How:    for our load format with our quantisation the config is `shim.quantization.config.Glm5GGUFConfig`. It has the
+        types in it, so workers get them with their config. For any other it is vLLM's.
 Delete: with shim.quantization, when vLLM or a plugin of it serves glm-dsa's GGUFs as fast (vllm-gguf-plugin#111).
 """
 

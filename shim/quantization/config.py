@@ -1,5 +1,7 @@
-"""The GGUF quantisation of GLM-5: which of vLLM's layers get a method of ours, and of which types. Imports little of vLLM,
-since it is loaded with the engine's arguments; unpickling it registers it in a worker."""
+"""The GGUF quantisation of GLM-5: which of vLLM's layers get a method of ours, and of which types.
+
+It imports little of vLLM, since it is loaded with the engine's arguments. Unpickling it registers it in a worker.
+"""
 # mypy: allow-subclassing-any
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def _rows(layer: Any, rows: int, pieces: int) -> tuple[int, int, int]:
     if isinstance(layer, ParallelLMHead):  # the last rank's rows may be padding, in part or all
         indices = layer.shard_indices
         return indices.org_vocab_start_index, indices.org_vocab_end_index, layer.org_vocab_size
-    number, count = Piece.of(rows * pieces, rows, layer.tp_rank, layer.tp_size)
-    return number * rows, (number + 1) * rows, rows * count
+    number, pieces = Piece.of(rows * pieces, rows, layer.tp_rank, layer.tp_size)
+    return number * rows, (number + 1) * rows, rows * pieces
 
 
 class Loader:

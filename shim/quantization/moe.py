@@ -127,7 +127,7 @@ class Loader:
         if shard_id == "w2":
             columns, first, whole = self._piece, 0, rows
         else:
-            columns, first, whole = Piece(), self._piece.number * rows, rows * self._piece.count
+            columns, first, whole = Piece(), self._piece.number * rows, rows * self._piece.pieces
         if loaded_weight.shape[0] != whole:
             raise ValueError(f"expert {expert_id} has {loaded_weight.shape[0]} rows in the file, {whole} in the layer")
         lay(param.data[expert], self._type, loaded_weight[first : first + rows], columns)

@@ -1,4 +1,4 @@
-"""The product of a linear layer as a custom op: vLLM up to 0.28 traces linear layers, and Dynamo must not trace kernels.
+"""The product of a linear layer as a custom op: vLLM up to 0.28 traces linear layers, and Dynamo must not see kernels.
 
 The types of a file are constants of a traced graph. So the config that vLLM hashes for its cache of graphs has a digest
 of them (shim.gguf.hf_directory).
@@ -7,6 +7,7 @@ of them (shim.gguf.hf_directory).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -14,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from shim.kernels.ggml.layout import Weight, shape_of
 from shim.kernels.gguf_linear import launch
 
-_LIBRARY = torch.library.Library("glm5_shim", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("glm5_shim", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "gguf_linear(Tensor x, Tensor[] weights, int[] starts, int[] types, int[] rows, int columns, Tensor sums, "
     "Tensor counters) -> Tensor"

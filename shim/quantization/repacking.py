@@ -16,10 +16,10 @@ OF_DTYPE = {dtype: type for type, dtype in PLAIN.items()}
 
 
 class Piece(NamedTuple):
-    """One of `count` equal runs of rows or columns."""
+    """One of `pieces` equal runs of rows or columns."""
 
     number: int = 0
-    count: int = 1
+    pieces: int = 1
 
     @classmethod
     def of(cls, whole: int, share: int, rank: int, ranks: int) -> Piece:
@@ -44,9 +44,9 @@ def lay(target: torch.Tensor, type: Type, rows: torch.Tensor, columns: Piece) ->
     rows: as the file has them, uint8 [rows, bytes of a row]; of plain types numbers [rows, columns] of any dtype
     ValueError for a piece that is no whole number of blocks, or not as wide as the target.
     """
-    width, rest = divmod(rows.shape[1], columns.count)
+    width, rest = divmod(rows.shape[1], columns.pieces)
     if rest:
-        raise ValueError(f"rows of {rows.shape[1]} are not {columns.count} equal pieces")
+        raise ValueError(f"rows of {rows.shape[1]} are not {columns.pieces} equal pieces")
     share = rows[:, columns.number * width : (columns.number + 1) * width]
     if type in PLAIN:
         if share.shape[1] != target.shape[1]:

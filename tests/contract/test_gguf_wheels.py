@@ -112,7 +112,8 @@ def examine(model):
         if method == "Glm5GGUFExperts" and hasattr(module, "w2_qweight"):
             if not routed(name.replace(".mtp_block", ""), module):
                 wrong.append([name, method])
-            experts[name] = [[len(p), p.numel()] for key, p in module.named_parameters(recurse=False) if "qweight" in key]
+            held = module.named_parameters(recurse=False)
+            experts[name] = [[len(p), p.numel()] for key, p in held if "qweight" in key]
 
 examine(model)
 def head_is_right(head):
@@ -121,8 +122,8 @@ def head_is_right(head):
     return torch.allclose(head.quant_method.apply(head, x)[:, : len(rows)], x @ rows.T, atol=1e-4)
 if not head_is_right(model.lm_head):
     wrong.append(["lm_head"])
-embed = model.model.embed_tokens
-if not torch.equal(embed.weight.data[: len(rows := dense["model.embed_tokens.weight"].chunk(ranks)[rank])].float(), rows):
+rows = dense["model.embed_tokens.weight"].chunk(ranks)[rank]
+if not torch.equal(model.model.embed_tokens.weight.data[: len(rows)].float(), rows):
     wrong.append(["embed_tokens"])
 if os.environ.get("MTP"):
     draft_config = config.speculative_config.draft_model_config

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from shim.kernels.bench import refusal
 from shim.kernels.ggml.bench import copy_rate, random_weight, us_each
 from shim.kernels.ggml.launch import dequantize
 from shim.kernels.ggml.layout import TYPES
 from shim.kernels.gguf_linear import launch, reference, tune
 from shim.kernels.host import sm_count
+from shim.kernels.stopwatch import refusal
 
 SHAPES = ((16_384, 2048), (6144, 16_384), (2048, 6144))  # q_b and o_proj of one card, q_a of any
 COLD = 300e6  # bytes

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from shim.kernels.bench import refusal
 from shim.kernels.ggml.bench import copy_rate, random_weight, us_each
 from shim.kernels.ggml.launch import dequantize
 from shim.kernels.ggml.layout import FORMS, Weight
 from shim.kernels.gguf_moe import launch, reference, tune
+from shim.kernels.stopwatch import refusal
 
 HIDDEN, EXPERTS, TOP_K = 6144, 256, 8
 ROUTINGS = 6

@@ -1,5 +1,5 @@
-"""On the path of a child process: GGUF weights stay quantised on a CPU. The launches of the shim's kernels, which need a
-GPU, are dequantisation and torch here, and tiles are laid in a way that is easily undone.
+"""On the path of a child process: GGUF weights stay quantised on a CPU. The launches of the shim's kernels need a GPU;
+here they are dequantisation and torch, and tiles are laid in a way that is easily undone.
 
 Everything else is the shim's own: config, parameters, loaders, methods, workspaces.
 """
@@ -20,7 +20,7 @@ def sm_count(host):
 @wrapt.when_imported("shim.kernels.ggml.repack")
 def plain_tiles(repack):
     def tiles(raw, type, columns):
-        """[rows, bytes of a row] -> [row tiles, column tiles, tile bytes]: row by row, the rest of a row's bytes zeros."""
+        """[rows, bytes of a row] -> [row tiles, column tiles, tile bytes]: row by row, each filled up with zeros."""
         held, width = repack.FORMS[type].row_bytes, bytes_of_256(type)
         high, wide = -(-raw.shape[0] // repack.ROWS), -(-columns // repack.COLUMNS)
         filled = raw.new_zeros(high * repack.ROWS, wide * width)

@@ -1,5 +1,5 @@
-"""On the path of a child process: the kernels of vllm-gguf-plugin's linear layers, which need a GPU, as dequantisation and
-torch. Everything else of the plugin is its own."""
+"""On the path of a child process: the kernels of vllm-gguf-plugin's linear layers, which need a GPU, as dequantisation
+and torch. Everything else of the plugin is its own."""
 
 import wrapt
 
