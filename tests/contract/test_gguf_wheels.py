@@ -1,5 +1,5 @@
 """The shim's loader, on the sources of real, unmodified GPU wheels: vLLM's own GLM-5 model is built on the CPU and
-filled from a GGUF that stays quantised, into the GGUF layers of the tree (up to 0.23) or of vllm-gguf-plugin.
+filled from a GGUF that stays quantised, into the shim's layers.
 
 A forward pass would need the wheel's kernels. So each layer computes its product alone, with its kernel in torch.
 """
