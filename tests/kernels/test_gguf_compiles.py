@@ -75,7 +75,7 @@ def compile_one(job: dict) -> dict:
     types |= dict.fromkeys(("table", "gate_table", "up_table"), table)
     types |= dict.fromkeys(("x", "out", "hidden", "parts"), "*bf16") | {"weights": "*fp32", "partial": "*fp32"}
     types |= dict.fromkeys(("arrived", "ids", "order", "plan"), "*i32")
-    aligned = set(types) | {"x_t", "out_t", "columns"}
+    aligned = set(types) | {"x_t", "out_t", "columns", "gate_e", "up_e", "down_e"}
     limits = {"maxnreg": options["maxnreg"]} if options["maxnreg"] else {}
     return compile_gate.build(function, types, constants, job["cap"], config.warps, aligned, **limits) | {
         "built": repr(config)

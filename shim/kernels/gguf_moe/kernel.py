@@ -251,9 +251,9 @@ def down_many(
 
 @triton.jit(do_not_specialize=_ANY)
 def add_up(parts, ids, out, top_k, rows, middle, experts, out_t, BLOCK: tl.constexpr):
-    """out [tokens, from middle, rows] = sum of a token's parts [slots, rows]. Grid: BLOCK rows, by tokens."""
-    token = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """out [tokens, from middle, rows] = sum of a token's parts [slots, rows]. Grid: tokens by BLOCK rows."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for j in range(top_k):
         expert = tl.load(ids + token * top_k + j)

@@ -203,7 +203,7 @@ def _launch_many(
         rows = min(step, down.rows - middle)
         for first, some in _parts((rows_view(down, middle, rows),), x.dtype, plan):
             _down(hidden, some[0], order, blocks, weights, shares, first, plan)
-        kernel.add_up[(-(-rows // tune.ADD), tokens)](
+        kernel.add_up[(tokens, -(-rows // tune.ADD))](
             shares, ids, out, top_k, rows, middle, count, out.stride(0), BLOCK=tune.ADD
         )
 
@@ -353,6 +353,11 @@ def _check(
         raise ValueError(
             f"x is {list(x.shape)} of {x.dtype} with strides {x.stride()}, expected [T, {gate.columns}] of "
             f"{' or '.join(map(str, ACTIVATIONS))}, rows contiguous"
+        )
+    if x.shape[0] * max(x.stride(0), ids.shape[-1] * gate.rows) >= 1 << 31:
+        raise ValueError(
+            f"x is {list(x.shape)} with strides {x.stride()}, {ids.shape[-1]} experts of width {gate.rows} each: "
+            f"expected less than 2**31 values of x, from first to last, and between gate and down"
         )
     for name, found, dtype in (("topk_ids", ids, torch.int32), ("topk_weights", weights, torch.float32)):
         if found.dim() != 2 or found.shape[0] != x.shape[0] or found.dtype != dtype or not found.is_contiguous():
