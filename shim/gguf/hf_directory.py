@@ -9,11 +9,7 @@ from pathlib import Path
 
 from shim.gguf.config import generation_config, hf_config
 from shim.gguf.files import GGUFProblem, Model, fingerprint
-from shim.gguf.quantised_layers import types_digest
 from shim.gguf.tokenizer import write_tokenizer
-
-# In config.json, which vLLM hashes for its cache of compiled graphs: types of weights are constants of those.
-TYPES = "glm5_shim_types"
 
 
 def require_cache(model: Model, cache_root: Path) -> None:
@@ -35,8 +31,7 @@ def hf_directory(model: Model, cache_root: Path) -> Path:
     config, generation = hf_config(model), generation_config(model)
     draft = _draft(cache_root)
     try:
-        named = {**config, TYPES: types_digest(model)}
-        (draft / "config.json").write_text(json.dumps(named, indent=2), encoding="utf-8")
+        (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         (draft / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
         write_tokenizer(model, draft)
         for file in draft.iterdir():

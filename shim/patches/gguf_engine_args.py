@@ -26,10 +26,11 @@ SYMBOL = "EngineArgs.__post_init__"
 LOAD_FORMAT = "glm5_gguf"
 PATH = "gguf"  # a key of the load format's extra config: the path of the first part
 METHOD = "glm5_gguf"  # the quantisation's name, of shim.quantization.config
+TYPES = "glm5_gguf_types"  # a key of additional_config
 FIELDS = (
     *("model", "load_format", "served_model_name", "hf_config_path", "tokenizer", "quantization"),
     *("model_loader_extra_config", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
-    *("speculative_config", "enable_eplb", "all2all_backend"),
+    *("speculative_config", "enable_eplb", "all2all_backend", "additional_config"),
 )
 
 
@@ -96,7 +97,7 @@ def keep_quantised(engine_args: Any, model: Any) -> None:
     GGUFProblem if they cannot do what the user asks for besides.
     """
     from shim.gguf.files import GGUFProblem
-    from shim.gguf.quantised_layers import quantised_layers
+    from shim.gguf.quantised_layers import quantised_layers, types_digest
     from shim.gguf.tensor_parallel import Parallel, parallel_problem
 
     if engine_args.load_format != LOAD_FORMAT or engine_args.quantization not in (None, "gguf", METHOD):
@@ -123,6 +124,8 @@ def keep_quantised(engine_args: Any, model: Any) -> None:
     import shim.quantization.config  # noqa: F401 - tells vLLM of the method
 
     engine_args.quantization = METHOD
+    # vLLM hashes this for its cache of compiled graphs, in which types are constants, and nothing else that has them
+    engine_args.additional_config = {**(engine_args.additional_config or {}), TYPES: types_digest(model)}
 
 
 def on_nvidia() -> bool:

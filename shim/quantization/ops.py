@@ -1,7 +1,7 @@
 """The product of a linear layer as a custom op: vLLM up to 0.28 traces linear layers, and Dynamo must not see kernels.
 
-The types of a file are constants of a traced graph. So the config that vLLM hashes for its cache of graphs has a digest
-of them (shim.gguf.hf_directory).
+The types of a file are constants of a traced graph. So what vLLM hashes for its cache of graphs has a digest of them
+(patch gguf_engine_args).
 """
 
 from __future__ import annotations

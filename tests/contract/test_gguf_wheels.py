@@ -72,7 +72,7 @@ FUSED = {
     "wq_b": (("wq_b",), None), "kv_b_proj": (("kv_b_proj",), 0),
     "wk_weights_proj": (("wk", "weights_proj"), None), "wk": (("wk",), None), "weights_proj": (("weights_proj",), None),
 }
-methods, wrong, experts, mtp = {}, [], {}, []
+methods, wrong, experts, mtp, compiled = {}, [], {}, [], []
 def near(got, right):
     return got.shape == right.shape and (got - right).abs().max() < 1e-4 * right.abs().max()
 
@@ -109,6 +109,11 @@ def examine(model):
             if not near(module.quant_method.apply(module, x), x @ wanted.T):
                 wrong.append([name, method])
             methods.setdefault(method, []).append(name)
+            if last in ("o_proj", "gate_up_proj", "fused_qkv_a_proj") and ".1." in name and ranks == 1:  # as up to 0.28
+                traced = torch.compile(module.quant_method.apply, backend="eager", fullgraph=True)
+                if not near(traced(module, x), x @ wanted.T):
+                    wrong.append([name, "traced"])
+                compiled.append(last)
         if method == "Glm5GGUFExperts" and hasattr(module, "w2_qweight"):
             if not routed(name.replace(".mtp_block", ""), module):
                 wrong.append([name, method])
@@ -136,12 +141,16 @@ if os.environ.get("MTP"):
     heads = [module for name, module in draft.named_modules() if name.endswith("shared_head.head")]
     if not all(map(head_is_right, heads)) or len(heads) != 1:
         wrong.append(["shared_head.head"])
+before = config.compute_hash()
+assert "glm5_gguf_types" in config.additional_config
+config.additional_config = config.additional_config | {"glm5_gguf_types": "of another file"}
+hashed = config.compute_hash() != before
 import pickle
 again = pickle.loads(pickle.dumps(type(config.quant_config)(config.quant_config.plan)))
 say({"methods": {m: len(n) for m, n in methods.items()}, "wrong": wrong, "experts": experts, "mtp": len(mtp),
      "head": type(model.lm_head.quant_method).__name__, "dtypes": str(config.quant_config.get_supported_act_dtypes()),
      "name": config.model_config.quantization, "pickles": again.plan == config.quant_config.plan,
-     "hash": config.model_config.compute_hash()})
+     "hashed": hashed, "compiled": sorted(compiled)})
 """
 
 
@@ -221,4 +230,6 @@ def test_every_layer_that_can_be_is_ours(loaded):
 
 def test_the_config(loaded):
     assert loaded["name"] == "glm5_gguf" and loaded["pickles"]
+    assert loaded["hashed"]  # two files of one config and other types have compiled graphs of their own
+    assert loaded["compiled"] == ["fused_qkv_a_proj", "gate_up_proj", "o_proj"]
     assert "bfloat16" in loaded["dtypes"] and "float16" in loaded["dtypes"]

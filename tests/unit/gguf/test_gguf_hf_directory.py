@@ -15,7 +15,6 @@ from shim.gguf import hf_directory as directory
 from shim.gguf.config import generation_config, hf_config
 from shim.gguf.files import GGUFProblem, fingerprint, open_model
 from shim.gguf.hf_directory import hf_directory
-from shim.gguf.quantised_layers import types_digest
 
 FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 ROOT = Path(shim.__file__).parents[1]
@@ -29,9 +28,7 @@ def test_contents(tiny_model, tmp_path):
     path = hf_directory(tiny_model, tmp_path / "deep" / "cache")
     assert path == tmp_path / "deep" / "cache" / fingerprint(tiny_model)
     assert names(path) == FILES and names(path.parent) == {path.name}
-    config = json.loads((path / "config.json").read_text())
-    assert config.pop("glm5_shim_types") == types_digest(tiny_model)
-    assert config == hf_config(tiny_model)
+    assert json.loads((path / "config.json").read_text()) == hf_config(tiny_model)
     assert json.loads((path / "generation_config.json").read_text()) == generation_config(tiny_model)
     assert path.stat().st_mode & 0o755 == 0o755
 

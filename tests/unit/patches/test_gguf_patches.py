@@ -26,6 +26,7 @@ def engine_args(*, without: str = ""):
     ]
     fields += [(name, object, None) for name in ("hf_config_path", "tokenizer", "quantization", "speculative_config")]
     fields += [
+        ("additional_config", dict, dataclasses.field(default_factory=dict)),
         ("tensor_parallel_size", int, 1),
         ("data_parallel_size", int, 1),
         ("enable_expert_parallel", bool, False),
@@ -115,6 +116,17 @@ def test_weights_stay_quantised_on_a_gpu(args, tiny, gpu):
     gpu(True)
     for asked in (None, "gguf", "glm5_gguf"):
         assert args(model=str(tiny), quantization=asked).quantization == "glm5_gguf"
+
+
+def test_the_types_are_in_what_vllm_hashes(args, tiny, gpu):
+    from shim.gguf.files import open_model
+    from shim.gguf.quantised_layers import types_digest
+
+    assert args(model=str(tiny)).additional_config == {}
+    gpu(True)
+    theirs = {"of the user": 1}
+    made = args(model=str(tiny), additional_config=theirs).additional_config
+    assert made == {"of the user": 1, "glm5_gguf_types": types_digest(open_model(tiny))} and len(theirs) == 1
 
 
 def test_weights_do_not_stay_quantised_for_a_16_bit_file_or_another_setting(args, tiny, tmp_path, gpu):
