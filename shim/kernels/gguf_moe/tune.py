@@ -32,7 +32,7 @@ class Plan:
 FEW_SLOTS, MANY_SLOTS = 256, 8192  # up to which slots are few; from which experts are dequantised first on 9.0
 # H200, 16 tokens: 2 and 3 stages take 1.8 to 2.5 times as long; 16 rows and 2 warps are within 5 %. Without a limit on
 # registers ptxas takes 80 for Q4_0's down, and spills two
-FEW = Plan(Config(32, 8, 1, 4, per_sm=8), Config(64, 8, 1, 4, per_sm=8, registers=168), few=True)
+FEW = Plan(Config(32, 8, 1, 4, per_sm=8), Config(64, 8, 1, 4, per_sm=8, registers=224), few=True)
 # What is looked up once for each weight would be copied ahead as weights are, and take 160 KB of shared memory
 UNSTAGED = ("IQ4_NL", "IQ4_XS")
 SOME = Plan(Config(64, 64, 2, 8), Config(128, 64, 2, 8), few=False)
