@@ -2,7 +2,8 @@
 For the tiny model only: a good model needs better scales.
 
 Block layouts: llama.cpp's ggml-common.h (block_q4_K, block_q5_K, block_q6_K). gguf-py's dequantize_blocks is their
-inverse. A block is 256 values. Scales are plain min-max or absmax per sub-block; llama.cpp searches for better ones.
+inverse. A block is 256 values. The scales are plain min-max or absmax per sub-block. llama.cpp searches for better
+ones.
 """
 
 from __future__ import annotations
