@@ -24,6 +24,7 @@ NEEDS = {
         "unit/indexer",
         "unit/kernels",
         "unit/patches",
+        "unit/quantization",
         "unit/test_torch_compile.py",
         "unit/commands/test_selftest.py",
         "unit/gguf/test_gguf_tensors.py",

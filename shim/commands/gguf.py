@@ -13,7 +13,6 @@ from shim.gguf.config import hf_config
 from shim.gguf.files import Model
 from shim.gguf.memory import memory
 from shim.gguf.names import mapped, missing, unmapped, wrong_shapes
-from shim.gguf.quantised_layers import mixed_experts
 from shim.gguf.tensor_parallel import sizes_that_work
 from shim.gguf.tokenizer import tables
 
@@ -22,7 +21,7 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
     """The JSON object of `glm5-shim gguf --json`.
 
     memory: see `shim.gguf.memory.memory`.
-    tensor_parallel: sizes that cut through no quantisation block and leave a rank no more experts than vLLM addresses.
+    tensor_parallel: sizes that cut through no quantisation block.
     Raises GGUFProblem for metadata from which no config or no tokenizer can be made.
     """
     config = hf_config(model)
@@ -41,7 +40,6 @@ def report(model: Model, tp: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
             *(f"tensor {name} has no place in GLM-5" for name in lost),
             *(f"tensor {name} is missing" for name in absent),
             *misshapen,
-            *mixed_experts(model, config),
         ],
     }
 

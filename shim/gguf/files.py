@@ -291,7 +291,7 @@ def _tensor(view: _View, data_offset: int, info: TensorInfo) -> Tensor:
         name = Type(number).name if number in {t.value for t in Type} else f"number {number}"
         raise GGUFProblem(
             f"tensor {info.name} in {path.name} is of type {name}, which is not supported; "
-            "take a quantisation made of Q*_0, Q*_1, Q*_K and IQ* types"
+            "take a quantisation made of Q*_0, Q*_1, Q*_K, IQ*, TQ*, MXFP4 and NVFP4"
         )
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     elements = math.prod(info.shape)

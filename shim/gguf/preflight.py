@@ -62,8 +62,7 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
     from shim.gguf.files import GGUFProblem, WrongArchitecture, open_model
     from shim.gguf.hf_directory import require_cache
     from shim.gguf.names import require_complete, require_nextn
-    from shim.gguf.quantised_layers import quantised_layers
-    from shim.gguf.tensor_parallel import cut_problem
+    from shim.gguf.tensor_parallel import ALL2ALL, Parallel, parallel_problem
     from shim.gguf.tokenizer import tables
 
     try:
@@ -73,11 +72,15 @@ def problem_with(path: str, argv: Sequence[str] = ()) -> str | None:
         require_cache(model, env.cache_dir())
         if _drafts_with_nextn(argv):
             require_nextn(model)
-        if upstream.others_serve_gguf() and _option(argv, "--quantization", "-q") in (None, "gguf"):
-            quantised_layers(model)
-            ranks = _size(argv, "--tensor-parallel-size", "-tp")
-            parallel_experts = {"--enable-expert-parallel", "-ep"} & {word.replace("_", "-") for word in argv}
-            return cut_problem(model, ranks, _size(argv, "--data-parallel-size", "-dp"), bool(parallel_experts))
+        if not upstream.cpu_wheel() and _option(argv, "--quantization", "-q") in (None, "gguf", "glm5_gguf"):
+            asked = Parallel(
+                _size(argv, "--tensor-parallel-size", "-tp"),
+                _size(argv, "--data-parallel-size", "-dp"),
+                _flag(argv, "--enable-expert-parallel", "-ep"),
+                _flag(argv, "--enable-eplb"),
+                _option(argv, "--all2all-backend") or ALL2ALL,
+            )
+            return parallel_problem(model, asked)
     except WrongArchitecture as problem:
         return None if upstream.others_serve_gguf() else str(problem)
     except GGUFProblem as problem:
@@ -111,6 +114,10 @@ def _option(argv: Sequence[str], *names: str) -> str | None:
         if name.replace("_", "-") in names:
             found = value if equals else after
     return found
+
+
+def _flag(argv: Sequence[str], *names: str) -> bool:
+    return any(word.replace("_", "-") in names for word in argv)
 
 
 def _size(argv: Sequence[str], *names: str) -> int:

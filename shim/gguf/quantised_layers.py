@@ -1,97 +1,92 @@
-"""Which tensors of a GGUF stay quantised in vLLM's layers."""
+"""Which tensors of a GGUF stay quantised in vLLM's layers, and as which parameters."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gguf import GGMLQuantizationType as Type
+
 from shim.gguf.config import hf_config
-from shim.gguf.files import GGUFProblem, Model
-from shim.gguf.names import KV_B, mapped, split_name
+from shim.gguf.files import Model
+from shim.gguf.names import mapped, split_name
 from shim.gguf.tensor_types import PLAIN_TYPES
 
 # vLLM builds these layers with the quantisation that it is given. It builds router, norms and eh_proj without one.
-# Three more are better unquantised: kv_b_proj is rebuilt and then split into matrices, the indexer's wk shares a layer
-# with weights_proj from 0.20 on, and fused kernels read the embedding's weight (0.30 and later).
+# Three more are unquantised: kv_b_proj is rebuilt and then split into matrices, the indexer's wk shares a layer with
+# weights_proj from 0.20 on, and the embedding's weight is read by fused kernels (0.30 and later).
 LINEAR = (
     *("attn_q_a", "attn_kv_a_mqa", "attn_q_b", "attn_output", "indexer.attn_q_b"),
     *("ffn_gate", "ffn_up", "ffn_down", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
 )
-DENSE = (KV_B, "indexer.wk.weight", "indexer.weights_proj.weight")
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 HEADS = ("output", "nextn.shared_head_head")
-# vLLM fuses each pair into one layer. The two may be of different quantised types, but not one of them unquantised.
+# vLLM fuses each pair into one layer.
 FUSED = {
     ("attn_q_a", "attn_kv_a_mqa"): "self_attn.fused_qkv_a_proj",
     ("ffn_gate", "ffn_up"): "mlp.gate_up_proj",
     ("ffn_gate_shexp", "ffn_up_shexp"): "mlp.shared_experts.gate_up_proj",
 }
+PAIRED = {part for pair in FUSED for part in pair}
+EXPERT_PARAMETERS = ("gate_qweight", "up_qweight", "qweight")  # vLLM puts w13_ or w2_ before them
+Types = tuple[Type | None, ...]  # None: in the model's own 16 bits
 
 
 @dataclass(frozen=True)
 class QuantisedLayers:
-    """kept: GGUF names of the tensors that stay quantised.
+    """Plain data: it is pickled to the workers.
 
-    unquantised: names of vLLM's linear and embedding modules that could be quantised and are not.
-    plain_experts: the `...mlp.experts` modules whose experts are F32, F16 or BF16.
+    layers: vLLM's linear layers and heads that hold quantised weights, by module name: the type of each weight that the
+            layer fuses. experts: its `...mlp.experts`: the types of gate, up and down. All other layers are vLLM's own.
+    parameters: GGUF name -> the parameter's last name, for each tensor of these layers.
     """
 
-    kept: frozenset[str]
-    unquantised: frozenset[str]
-    plain_experts: frozenset[str]
+    layers: Mapping[str, Types]
+    experts: Mapping[str, Types]
+    parameters: Mapping[str, str]
 
 
 def quantised_layers(model: Model, config: dict[str, Any] | None = None) -> QuantisedLayers:
-    """Raises GGUFProblem, naming the tensors, if the experts of a layer are of types that vLLM cannot hold."""
     config = config or hf_config(model)
-    problems = mixed_experts(model, config)
-    if problems:
-        raise GGUFProblem(problems[0])
     known = mapped(model, config)
-    kept = {name for name in known if layer_kind(name) and model.tensors[name].type not in PLAIN_TYPES}
-    first, nextn = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    unquantised = {"model.embed_tokens"}
-    for layer in range(first + nextn):
-        for pair, fused in FUSED.items():
-            names = {f"blk.{layer}.{part}.weight" for part in pair} & known.keys()
-            if not names <= kept:
-                kept -= names
-                unquantised.add(f"model.layers.{layer}.{fused}")
-    unquantised |= {
-        hf.removesuffix(".weight")
-        for name, hf in known.items()
-        if hf.endswith(DENSE) or (name not in kept and layer_kind(name) in (*LINEAR, *HEADS))
-    }
-    for layer in range(first, first + nextn):
-        own = f"blk.{layer}.nextn.shared_head_head.weight"
-        if (own if own in known else "output.weight") not in kept:
-            unquantised.add(f"model.layers.{layer}.head")  # vLLM's name of what a checkpoint calls shared_head.head
-    experts = {name for name in known if layer_kind(name) in EXPERTS}
-    plain = {known[name].partition(".experts.")[0] + ".experts" for name in experts - kept}
-    return QuantisedLayers(frozenset(kept), frozenset(unquantised), frozenset(plain))
+    layers: dict[str, Types] = {}
+    experts: dict[str, Types] = {}
+    parameters: dict[str, str] = {}
 
+    def hold(found: dict[str, Types], module: str, *names: str) -> Types | None:
+        types = tuple(None if (kind := model.tensors[name].type) in PLAIN_TYPES else kind for name in names)
+        if not any(types):
+            return None
+        found[module] = types
+        return types
 
-def mixed_experts(model: Model, config: dict[str, Any]) -> list[str]:
-    """One line for each layer whose experts vLLM's GGUF layers cannot hold.
-
-    The layers keep one type for gate and up. They hold quantised experts, or unquantised ones, and not both.
-    """
-    lines = []
     for layer in range(config["num_hidden_layers"] + config["num_nextn_predict_layers"]):
-        found = {
-            name: model.tensors[name].type
-            for part in EXPERTS
-            if (name := f"blk.{layer}.{part}.weight") in model.tensors
-        }
-        if len(found) < len(EXPERTS):
-            continue
-        gate, up, _ = found.values()
-        plain = {kind in PLAIN_TYPES for kind in found.values()}
-        if len(plain) == 2 or (plain == {False} and gate != up):
-            types = ", ".join(f"{name} is {kind.name}" for name, kind in found.items())
-            rule = "gate and up must be of one type" if len(plain) == 1 else "all must be quantised, or none"
-            lines.append(f"{types}; {rule} in vLLM's GGUF layers; take another quantisation")
-    return lines
+        for pair, module in FUSED.items():
+            names = [f"blk.{layer}.{part}.weight" for part in pair]
+            if set(names) <= known.keys() and (types := hold(layers, f"model.layers.{layer}.{module}", *names)):
+                parameters |= {name: linear_parameter(types, number) for number, name in enumerate(names)}
+        names = [f"blk.{layer}.{part}.weight" for part in EXPERTS]
+        if set(names) <= known.keys() and hold(experts, f"model.layers.{layer}.mlp.experts", *names):
+            parameters |= dict(zip(names, EXPERT_PARAMETERS, strict=True))
+    for name, hf in known.items():
+        kind = layer_kind(name)
+        single = (kind in LINEAR and kind not in PAIRED) or kind == "output"
+        if single and hold(layers, hf.removesuffix(".weight"), name):
+            parameters[name] = "qweight"
+    for layer in range(config["num_hidden_layers"], config["num_hidden_layers"] + config["num_nextn_predict_layers"]):
+        own = f"blk.{layer}.nextn.shared_head_head.weight"
+        source = own if own in known else "output.weight"
+        # vLLM's name of what a checkpoint calls shared_head.head
+        if source in known and hold(layers, f"model.layers.{layer}.head", source):
+            parameters[source] = "qweight"
+    return QuantisedLayers(layers, experts, parameters)
+
+
+def linear_parameter(types: Types, number: int) -> str:
+    """The last name of the parameter that holds a layer's weight `number`: weights of one type share one."""
+    return "qweight" if number == 0 or len(set(types)) == 1 else f"qweight_{number}"
 
 
 def layer_kind(name: str) -> str:
@@ -99,3 +94,9 @@ def layer_kind(name: str) -> str:
     _, rest = split_name(name)
     stem = rest.removesuffix(".weight")
     return stem if stem in (*LINEAR, *EXPERTS, *HEADS) else ""
+
+
+def types_digest(model: Model) -> str:
+    """Of the type of each tensor: two files of one config may differ in it."""
+    lines = sorted(f"{tensor.name} {tensor.type.name}\n" for tensor in model.tensors.values())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]

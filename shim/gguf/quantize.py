@@ -1,5 +1,5 @@
-"""Quantises what gguf-py can only dequantise: Q4_K, Q5_K, Q6_K, and stand-ins for Q2_K, Q3_K and the IQ types. For the
-tiny model only: a good model needs better scales.
+"""Quantises what gguf-py can only dequantise: Q4_K, Q5_K, Q6_K, and stand-ins for Q2_K, Q3_K, NVFP4 and the IQ types.
+For the tiny model only: a good model needs better scales.
 
 Block layouts: llama.cpp's ggml-common.h (block_q4_K, block_q5_K, block_q6_K). gguf-py's dequantize_blocks is their
 inverse. A block is 256 values. The scales are plain min-max or absmax per sub-block. llama.cpp searches for better
@@ -17,11 +17,12 @@ IQ = (
     *(Type.IQ1_S, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ4_NL, Type.IQ4_XS),
     Type.IQ1_M,
 )
-STAND_INS = (*IQ, Type.Q2_K, Type.Q3_K)
-# Byte offsets of a block's fp16 scales. IQ1_M has one, spread over the top four bits of its last four uint16.
+STAND_INS = (*IQ, Type.Q2_K, Type.Q3_K, Type.NVFP4)
+# Where in a block its fp16 scales lie; IQ1_M spreads one over the top four bits of its last four uint16,
+# and NVFP4 begins with four of 8 bits (e4m3)
 SCALES = {
     **dict.fromkeys((*IQ[:-1], Type.Q8_0), (0,)),
-    Type.IQ1_M: (),
+    **dict.fromkeys((Type.IQ1_M, Type.NVFP4), ()),
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
     **dict.fromkeys((Type.Q4_K, Type.Q5_K), (0, 2)),
@@ -65,6 +66,10 @@ def _set_scale(data: np.ndarray, kind: Type, scale: float) -> None:
         words = data[..., -8:].view(np.uint16)
         bits = int(np.float16(scale).view(np.uint16))
         words[...] = words & 0x0FFF | np.array([bits << 12, bits << 8, bits << 4, bits], dtype=np.uint32) & 0xF000
+    if kind is Type.NVFP4:
+        power = np.arange(8, 120) >> 3
+        values = (1 + (np.arange(8, 120) & 7) / 8) * 2.0 ** (power - 7)
+        data[..., :4] = 8 + np.abs(values - scale).argmin()
     for place in SCALES[kind]:
         data[..., place : place + 2].view(np.float16)[...] = scale
 

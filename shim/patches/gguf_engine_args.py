@@ -7,7 +7,8 @@ How:    before vLLM looks at the model, a glm-dsa GGUF becomes a Hugging Face di
         whose extra config names the GGUF. A draft model gets that extra config too. (`model_weights` cannot name the
         GGUF: newer releases look for the draft's config in it.) So no config parser, speculators probe or tokenizer
         needs a patch, and only plain data goes to workers. What the user set (--tokenizer, --hf-config-path,
-        --served-model-name, --load-format, --quantization) stays. Weights stay quantised where vLLM has layers for it.
+        --served-model-name, --load-format, --quantization) stays. On an NVIDIA GPU the quantisation is the shim's, so
+        that weights stay as they are in the file.
 Delete: when vLLM or vllm-gguf-plugin builds glm-dsa's config and tokenizer from the file (vllm-gguf-plugin#111).
 """
 
@@ -17,18 +18,19 @@ import os
 from types import ModuleType
 from typing import Any
 
-from shim import env, ledger, process, upstream
+from shim import env, ledger, upstream
 from shim.patch import Patch, Verdict
 
 NAME = "gguf_engine_args"
 SYMBOL = "EngineArgs.__post_init__"
 LOAD_FORMAT = "glm5_gguf"
 PATH = "gguf"  # a key of the load format's extra config: the path of the first part
-METHOD = "gguf"  # the quantisation's name in vLLM (up to 0.23) and in vllm-gguf-plugin
+METHOD = "glm5_gguf"  # the quantisation's name, of shim.quantization.config
+TYPES = "glm5_gguf_types"  # a key of additional_config
 FIELDS = (
     *("model", "load_format", "served_model_name", "hf_config_path", "tokenizer", "quantization"),
     *("model_loader_extra_config", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"),
-    "speculative_config",
+    *("speculative_config", "enable_eplb", "all2all_backend", "additional_config"),
 )
 
 
@@ -90,37 +92,46 @@ def serve_gguf(engine_args: Any) -> Any:
 
 
 def keep_quantised(engine_args: Any, model: Any) -> None:
-    """Asks vLLM for its GGUF layers, if this vLLM has them and the file has quantised tensors for them.
+    """Asks vLLM for the shim's layers, if the file has something for them and there is a GPU for their kernels.
 
-    GGUFProblem if the file's tensors cannot be cut into as many shards as the user wants.
+    GGUFProblem if they cannot do what the user asks for besides.
     """
     from shim.gguf.files import GGUFProblem
-    from shim.gguf.quantised_layers import quantised_layers
-    from shim.gguf.tensor_parallel import cut_problem
+    from shim.gguf.quantised_layers import quantised_layers, types_digest
+    from shim.gguf.tensor_parallel import Parallel, parallel_problem
 
-    wanted = engine_args.quantization in (None, METHOD) and engine_args.load_format == LOAD_FORMAT
-    has_layers = gguf_layers() if wanted else None
-    if has_layers is None or not quantised_layers(model).kept:
+    if engine_args.load_format != LOAD_FORMAT or engine_args.quantization not in (None, "gguf", METHOD):
         return
-    if not has_layers:
-        process.log.warning(
-            "glm5-shim: the weights are dequantised to 16 bits; `pip install vllm-gguf-plugin` keeps them as they are."
-        )
+    asked, engine_args.quantization = engine_args.quantization, None
+    if not on_nvidia():
+        if asked == METHOD:
+            raise GGUFProblem(
+                f"--quantization {METHOD} needs an NVIDIA GPU; leave it out: weights are dequantised then"
+            )
         return
-    ranks, groups = engine_args.tensor_parallel_size, engine_args.data_parallel_size
-    problem = cut_problem(model, ranks, groups, engine_args.enable_expert_parallel)
+    if not quantised_layers(model).parameters:
+        return
+    parallel = Parallel(
+        engine_args.tensor_parallel_size,
+        engine_args.data_parallel_size,
+        engine_args.enable_expert_parallel,
+        engine_args.enable_eplb,
+        engine_args.all2all_backend,
+    )
+    problem = parallel_problem(model, parallel)
     if problem:
         raise GGUFProblem(problem)
+    import shim.quantization.config  # noqa: F401 - tells vLLM of the method
+
     engine_args.quantization = METHOD
+    # vLLM hashes this for its cache of compiled graphs, in which types are constants, and nothing else that has them
+    engine_args.additional_config = {**(engine_args.additional_config or {}), TYPES: types_digest(model)}
 
 
-def gguf_layers() -> bool | None:
-    """Has this vLLM, with its plugins loaded, layers for quantised GGUF weights? None without an NVIDIA GPU, which
-    their kernels need."""
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+def on_nvidia() -> bool:
     from vllm.platforms import current_platform
 
-    return METHOD in QUANTIZATION_METHODS if current_platform.is_cuda() else None
+    return bool(current_platform.is_cuda())
 
 
 PATCH = Patch(

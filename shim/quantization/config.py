@@ -1,97 +1,78 @@
-"""vLLM's GGUF quantisation as GLM-5 needs it: the in-tree one (up to 0.23) or vllm-gguf-plugin's (0.24 and later).
+"""The GGUF quantisation of GLM-5: which of vLLM's layers get a method of ours, and of which types.
 
-Their linear and MoE layers, kernels and parameters do the work. Two things are changed. A layer is quantised or not by
-its exact name, where they look for a substring of it. And bf16 is accepted on every GPU.
+It imports little of vLLM, since it is loaded with the engine's arguments. Unpickling it registers it in a worker.
 """
 # mypy: allow-subclassing-any
 
 from __future__ import annotations
 
-from functools import partial
-from importlib.util import find_spec
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedParameter
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    MergedColumnParallelLinear,
-    ReplicatedLinear,
-    UnquantizedLinearMethod,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from shim.gguf.quantised_layers import QuantisedLayers
 
-if find_spec("vllm.model_executor.layers.quantization.gguf"):
-    from vllm.model_executor.layers.quantization.gguf import GGUFConfig
-else:
-    from vllm_gguf_plugin.quantization import GGUFConfig
+METHOD = "glm5_gguf"
 
 
-class Glm5GGUFConfig(GGUFConfig):
-    """The quantisation config of our load format. vLLM pickles it to the workers, so it is a top-level class."""
+@register_quantization_config(METHOD)
+class Glm5GGUFConfig(QuantizationConfig):
+    """A top-level class: it is pickled to the workers."""
 
-    layers: QuantisedLayers | None = None  # set in each worker, before the model is built
+    def __init__(self, plan: QuantisedLayers) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.plan = plan
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Up to 0.23 vLLM refuses bf16 from capability 10.0 on, because it dequantises in fp16. But a value of a GGUF
-        block is an fp16 scale times an integer, so nothing is lost, and results have the activations' dtype."""
-        return [torch.bfloat16, torch.half, torch.float32]
+    @classmethod
+    def get_name(cls) -> str:  # type: ignore[override]
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        from shim.kernels.ggml.launch import ACTIVATIONS
+
+        return list(ACTIVATIONS)
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Glm5GGUFConfig:
+        raise ValueError(
+            f"quantisation {METHOD} is made from a GGUF, and no config names it; give the GGUF as the model"
+        )
+
+    @cached_property
+    def _workspaces(self) -> Any:
+        """Of this engine in this process: made with its first layer, so it is never pickled."""
+        from shim.quantization.workspaces import Workspaces
+
+        return Workspaces()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method for the layer of this name; None for the layer's own default. RuntimeError before `layers` is
-        set."""
-        if self.layers is None:
-            raise RuntimeError(
-                "Glm5GGUFConfig does not know which layers are quantised; load GLM-5 with --load-format glm5_gguf"
-            )
-        if prefix in self.layers.unquantised:
-            if isinstance(layer, LinearBase):
-                return UnquantizedLinearMethod()
-            if isinstance(layer, VocabParallelEmbedding):
-                return UnquantizedEmbeddingMethod()
-        if any(prefix == name or prefix.startswith(f"{name}.") for name in self.layers.plain_experts):
-            return None
-        return super().get_quant_method(layer, prefix)
+        """vLLM's own unquantised method for a layer that the plan does not name."""
+        from vllm.model_executor.layers import fused_moe
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+        from shim.quantization.linear import Glm5GGUFLinear
+        from shim.quantization.moe import Glm5GGUFExperts
 
-def prepare(model: torch.nn.Module) -> None:
-    """Corrects the weight loaders of the model's GGUF parameters, before the first weight arrives.
-
-    - vLLM's in-tree layers allocate a layer's experts from one tensor that holds them all. Here they come one by one.
-    - The plugin's ReplicatedLinear (the indexer's wq_b) uses a loader that compares sizes with a parameter that has no
-      size yet.
-    - The plugin's merged linears take the rank from an argument that vLLM does not give. So each rank would get the
-      shard of rank 0, without an error.
-    """
-    for module in model.modules():
-        parameters: Any = module._parameters
-        for name in ("w13_qweight", "w2_qweight"):
-            parameter = parameters.get(name)
-            if getattr(parameter, "is_gguf_weight", False):
-                parameter.weight_loader = partial(_load_expert, module, parameter.weight_loader)
-        parameter = parameters.get("qweight")
-        if not hasattr(parameter, "_store"):  # an in-tree layer
-            continue
-        if isinstance(module, ReplicatedLinear):
-            for name in ("qweight", "qweight_type"):
-                parameters[name].weight_loader = partial(_store, parameters[name])
-        if isinstance(module, MergedColumnParallelLinear):
-            load = parameter.load_merged_column_weight
-            parameter.load_merged_column_weight = partial(load, tp_rank=module.tp_rank)
-
-
-def _load_expert(layer: Any, load: Any, param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Loads one expert, uint8 [rows, bytes of a row]. With the first one it allocates all experts of the layer."""
-    if isinstance(param, UninitializedParameter):
-        experts = param.__dict__["tensor_shape"][0]
-        rows, width = loaded_weight.shape
-        ranks = layer.moe_config.moe_parallel_config.tp_size
-        shape = (rows, width // ranks) if kwargs["shard_id"] == "w2" else (2 * (rows // ranks), width)
-        param.materialize((experts, *shape), dtype=loaded_weight.dtype)
-    return load(param, loaded_weight, *args, **kwargs)
-
-
-def _store(parameter: Any, same: Any, loaded_weight: torch.Tensor) -> None:
-    parameter._store(loaded_weight)
+        expert_layer: Any = getattr(fused_moe, "RoutedExperts", None) or getattr(fused_moe, "FusedMoE", None)
+        if isinstance(layer, expert_layer):
+            experts = self.plan.experts.get(prefix)
+            return experts and Glm5GGUFExperts(layer.moe_config, experts, self._workspaces)
+        types = self.plan.layers.get(prefix)
+        if types and isinstance(layer, LinearBase | ParallelLMHead):
+            # vLLM runs shared experts beside the routed ones, on a stream of their own
+            stream = "shared experts" if ".shared_experts." in prefix else "main"
+            return Glm5GGUFLinear(types, self._workspaces, stream)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

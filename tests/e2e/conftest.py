@@ -71,12 +71,16 @@ def ask_engine(tmp_path_factory) -> Iterator[Callable[..., Answers]]:
 
 
 @pytest.fixture(scope="session")
+def kernels() -> tuple[Path, ...]:
+    """What makes quantised weights, on a CPU, part of a child's path."""
+    return (HERE / "kernels_on_cpu",)
+
+
+@pytest.fixture(scope="session")
 def plugin() -> tuple[Path, ...]:
-    """What makes vllm-gguf-plugin, on a CPU, part of a child's path."""
-    kernels = HERE / "plugin_on_cpu"
-    if find_spec("vllm_gguf_plugin"):
-        return (kernels,)
-    return kernels, gguf_plugin()
+    """What makes vllm-gguf-plugin, on a CPU, part of a child's path: for other models' GGUFs."""
+    stand_in = HERE / "plugin_on_cpu"
+    return (stand_in,) if find_spec("vllm_gguf_plugin") else (stand_in, gguf_plugin())
 
 
 @pytest.fixture(scope="session")

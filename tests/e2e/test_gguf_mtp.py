@@ -3,6 +3,7 @@ that of the model without it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,18 +30,16 @@ def prompts(tokens) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def answers(ask_engine, plugin, model, prompts) -> dict[str, Answers]:
+def answers(ask_engine, kernels, model, prompts) -> dict[str, Answers]:
     jobs = [{"name": "new", "prompts": prompts, "max_tokens": NEW, "keep": "tokens"}]
 
-    def run(**engine: Any) -> Answers:
-        return ask_engine(
-            model, jobs, path=plugin, dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, **engine
-        )
+    def run(path: tuple[Path, ...], **engine: Any) -> Answers:
+        return ask_engine(model, jobs, path=path, dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, **engine)
 
     return {
-        "plain": run(quantization="gguf"),
-        "quantised": run(quantization="gguf", speculative_config=MTP),
-        "dequantised": run(speculative_config=MTP),
+        "plain": run(kernels),
+        "quantised": run(kernels, speculative_config=MTP),
+        "dequantised": run((), speculative_config=MTP),
     }
 
 

@@ -1,5 +1,5 @@
-"""GLM-5 whose weights stay quantised: vllm-gguf-plugin's layers in the engine of the CPU wheel, only their kernels in
-torch, against transformers in fp32 on the same weights dequantised.
+"""GLM-5 whose weights stay quantised: the shim's layers in the engine of the CPU wheel, only their kernels in torch,
+against transformers in fp32 on the same weights dequantised.
 
 Each file is another mixture of what converters and quantisers do.
 """
@@ -68,23 +68,38 @@ FILES = {
             **{"attn_k_b.weight": Type.Q5_0, "attn_v_b.weight": Type.BF16, "output.weight": Type.F16},
         },
     ),
+    "gate unlike up, plain beside quantised experts, ternary and FP4": File(
+        "ud",
+        kinds={
+            **{"0.ffn_gate.weight": Type.Q4_1, "0.ffn_up.weight": Type.TQ2_0, "0.ffn_down.weight": Type.MXFP4},
+            **{"1.ffn_gate_exps.weight": Type.IQ1_S, "1.ffn_up_exps.weight": Type.MXFP4},
+            **{"1.ffn_down_exps.weight": Type.TQ1_0, "2.ffn_gate_exps.weight": Type.BF16},
+            **{"2.ffn_up_exps.weight": Type.IQ2_XXS, "2.ffn_down_exps.weight": Type.F16},
+            **{"attn_kv_a_mqa.weight": Type.NVFP4, "1.attn_output.weight": Type.F32, "2.attn_q_b.weight": Type.NVFP4},
+        },
+    ),
     "BF16, 2 parts with tensors in the first": File("bf16", parts=2, empty_first=False),
     "F16": File("f16"),
     "F32": File("f32"),
 }
 
 
+PLAIN = ("BF16, 2 parts with tensors in the first", "F16", "F32")
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_quantised(name, ask_engine, plugin, tokens, tmp_path):
+def test_quantised(name, ask_engine, kernels, tokens, tmp_path):
     path = FILES[name].write(tmp_path)
     job = {"name": "teacher", "prompts": [tokens[:TOKENS]], "keep": "prompt"}
-    found = ask_engine(path, [job], path=plugin, dtype="float32", max_num_batched_tokens=64, quantization="gguf")
+    found = ask_engine(path, [job], path=kernels, dtype="float32", max_num_batched_tokens=64)
     expected, got = logits(path, tokens[:TOKENS])[:-1], found["teacher/0"]
     divergence = kl(expected, got)
     print(f"\n{name}: KL {divergence:.1e}, argmax {argmax_agreement(expected, got):.3f}")
     assert np.isfinite(got).all()
     assert divergence < 1e-6
     assert argmax_agreement(expected, got) == 1.0
-    assert found["quantization"] == "gguf"
+    assert found["quantization"] == ("None" if name in PLAIN else "glm5_gguf")
     (ledger,) = found["ledgers"]
-    assert "gguf_quantization" in {entry["name"] for entry in ledger["patches"] if entry.get("used")}
+    assert "gguf_loader" in {entry["name"] for entry in ledger["patches"] if entry.get("used")}
+    if name not in PLAIN:
+        assert "gguf_quantization" in {entry["name"] for entry in ledger["patches"] if entry.get("used")}

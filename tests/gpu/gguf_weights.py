@@ -2,7 +2,7 @@
 
     python tests/gpu/gguf_weights.py --oracle DIR [--jobs ours64,ours2048,native2048] [--dtype bfloat16] [--tokens 64]
     python tests/gpu/gguf_weights.py --mtp
-    python tests/gpu/gguf_weights.py --big [--gigabytes 10] [--tp 2]
+    python tests/gpu/gguf_weights.py --big [--gigabytes 10] [--tp 2 [--expert-parallel]]
 
 Every engine runs in a child process, through the shim. DIR holds `*-00001-of-*.gguf`, tokens300.json, hf_deq_mix.npz
 (top-k 64) and hf_deqmix_dense.npz (top-k 2048), each with `logits` [300, vocab]. `ours`: the shim's backend and
@@ -131,7 +131,7 @@ def run(place: Path, name: str, model: Path, ours: bool, more: dict[str, Any], *
     if done.returncode:
         print(done.stdout[-6000:], flush=True)
         return None
-    kept = "quantization=gguf" in done.stdout
+    kept = "quantization=glm5_gguf" in done.stdout
     print(f"[{name}] weights stay quantised: {kept}", flush=True)
     return {**np.load(place / f"{name}.npz"), "kept": kept, "log": done.stdout}
 
@@ -198,7 +198,7 @@ def oracle_model(directory: Path) -> tuple[Path, list[int]]:
     return model, read["tokens"] if isinstance(read, dict) else read
 
 
-def big(place: Path, gigabytes: float, tp: int, ours: bool, verdict: Verdict) -> None:
+def big(place: Path, gigabytes: float, tp: int, whole: bool, ours: bool, verdict: Verdict) -> None:
     """GLM-5's own sizes, in as many layers as fit into `gigabytes`, with random weights."""
     from gguf_real_size import write
 
@@ -206,6 +206,7 @@ def big(place: Path, gigabytes: float, tp: int, ours: bool, verdict: Verdict) ->
     model, size = write(place / "big", gigabytes)
     print(f"wrote {size / 1e9:.1f} GB in {time.monotonic() - began:.0f} s", flush=True)
     engine = {"max_model_len": 1024, "max_num_batched_tokens": 512, "tensor_parallel_size": tp, "enforce_eager": True}
+    engine["enable_expert_parallel"] = whole
     prompts = [list(range(100, 140))]
     found = run(place, "big", model, ours, {"prompts": prompts, "greedy": 8}, **engine)
     if found is None:
@@ -235,7 +236,8 @@ def main() -> int:
     parser.add_argument("--native", action="store_true", help="with --mtp or --big: the card's own backend")
     parser.add_argument("--big", action="store_true")
     parser.add_argument("--gigabytes", type=float, default=10)
-    parser.add_argument("--tp", type=int, default=2, help="1 is refused: more experts than vLLM's kernels address")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--expert-parallel", action="store_true", help="with --big and --tp 2: experts whole")
     arguments = parser.parse_args()
     if arguments.child:
         child(json.loads(arguments.child))
@@ -247,7 +249,8 @@ def main() -> int:
         if arguments.mtp:
             mtp(place, arguments.dtype, not arguments.native, verdict)
         elif arguments.big:
-            big(Path(scratch), arguments.gigabytes, arguments.tp, not arguments.native, verdict)
+            whole = arguments.expert_parallel
+            big(Path(scratch), arguments.gigabytes, arguments.tp, whole, not arguments.native, verdict)
         else:
             jobs = arguments.jobs.split(",")
             oracle(place, arguments.oracle, jobs, arguments.dtype, arguments.tokens, verdict)

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 SCRIPTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "backends.py": (1, ()),
     "compile_cache.py": (1, ()),
+    "gguf_steps.py": (1, ()),
     "gguf_weights.py": (1, ("--oracle", os.environ.get("GLM5_SHIM_ORACLE", ""))),
     "indexer_choices.py": (1, ()),
     "ray_executor.py": (2, ()),

@@ -164,15 +164,13 @@ def test_gpu(monkeypatch, capability, assumed, status, why):
 
 
 @pytest.mark.parametrize(
-    ("layers", "gpu", "status"),
-    [(True, True, "ok"), (True, False, "ok"), (False, True, "warning"), (False, False, "skipped")],
+    ("capability", "status"), [(None, "skipped"), ((7, 5), "problem"), ((9, 0), "ok"), ((12, 0), "ok")]
 )
-def test_gguf_layers(monkeypatch, layers, gpu, status):
+def test_gguf_layers(monkeypatch, capability, status):
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr("shim.upstream.others_serve_gguf", lambda: layers)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    found = doctor.check_gguf()
-    assert found.status == status and ("vllm-gguf-plugin" in found.mend) is (status == "warning")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert doctor.check_gguf().status == status
 
 
 def test_a_required_patch_that_is_left_out_is_reported(child_has):

@@ -8,6 +8,7 @@ from gguf import GGMLQuantizationType as Type
 from shim.commands.gguf import report
 from shim.gguf.config import hf_config
 from shim.gguf.files import open_model
+from shim.gguf.quantised_layers import layer_kind
 
 
 def test_shape_of_the_answer(tiny_model):
@@ -29,7 +30,7 @@ def test_memory_by_hand(make, small_tensors):
     sharded = replicated = nextn = 0
     for name, (values, _) in small_tensors.items():
         bf16 = any(part in name for part in ("token_embd", "k_b.", "v_b.", "attn_k.", "indexer.proj.", "eh_proj"))
-        size = values.size * (2 if bf16 else 4)
+        size = values.size * (2 if bf16 or layer_kind(name) else 4)
         if name.startswith("blk.2."):
             nextn += size
         elif any(part in name for part in ("norm", "gate_inp", "exp_probs_b", "indexer", "attn_q_a.", "kv_a_mqa")):
@@ -65,14 +66,21 @@ def test_missing_unmapped_and_misshapen_tensors_are_problems(make):
     ]
 
 
-def test_experts_of_two_types(make, small_tensors):
-    name = "blk.1.ffn_up_exps.weight"
-    (line,) = report(open_model(make(tensors={name: (small_tensors[name][0], Type.Q6_K)})))["problems"]
-    assert "blk.1.ffn_gate_exps.weight is Q4_K, blk.1.ffn_up_exps.weight is Q6_K" in line
+def test_memory_counts_tiles(make, small_tensors):
+    """Q8_0 holds 34 bytes of 32 columns; a rank's 128 columns take as much as 256. TQ1_0 is held as TQ2_0."""
+    name = "blk.1.ffn_down_exps.weight"
+    kinds = {size: {name: (small_tensors[name][0], kind)} for size, kind in ((0, Type.BF16), (34 * 8, Type.Q8_0))}
+    kinds[66] = {name: (small_tensors[name][0], Type.TQ1_0)}
+    found = {size: report(open_model(make(tensors=kind)), tp=(1, 2))["memory"] for size, kind in kinds.items()}
+    values = small_tensors[name][0].size
+    for size in (34 * 8, 66):
+        assert found[size]["weights_bytes"] - found[0]["weights_bytes"] == values // 256 * size - 2 * values
+        assert found[size]["per_gpu"]["2"] - found[0]["per_gpu"]["2"] == values // 256 * size - values
 
 
-def test_other_mixtures_are_fine(make, small_tensors):
+def test_any_mixture_is_fine(make, small_tensors):
     mixed = {"blk.0.attn_q_a.weight": Type.Q6_K, "blk.0.ffn_up.weight": Type.BF16}
+    mixed |= {"blk.1.ffn_up_exps.weight": Type.Q6_K, "blk.1.ffn_down_exps.weight": Type.F16}
     changed = {name: (small_tensors[name][0], kind) for name, kind in mixed.items()}
     assert report(open_model(make(tensors=changed)))["problems"] == []
 

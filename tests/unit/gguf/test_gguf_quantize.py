@@ -76,7 +76,7 @@ def test_random_blocks_are_sound_and_of_the_spread_asked_for(kind):
     drawn = random_blocks((8, 16, 512), kind, 0.05, np.random.default_rng(1))
     values = gguf.dequantize(drawn, kind)
     assert values.shape == (8, 16, 512) and np.isfinite(values).all()
-    assert values.std() == pytest.approx(0.05, rel=0.02)
+    assert values.std() == pytest.approx(0.05, rel=0.07 if kind is Type.NVFP4 else 0.02)  # its scales have 3 bits
     assert len(np.unique(drawn)) > 200
     with pytest.raises(ValueError, match="needs rows of a multiple of"):
         random_blocks((2, 100), kind, 1.0, np.random.default_rng(1))

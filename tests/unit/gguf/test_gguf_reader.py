@@ -28,7 +28,7 @@ from shim.gguf.names import require_complete
 from shim.gguf.preflight import problem_with
 from shim.gguf.quantised_layers import quantised_layers
 from shim.gguf.reader import MalformedHeader, read_header
-from shim.gguf.tensor_parallel import cut_problem
+from shim.gguf.tensor_parallel import Parallel, cut_problem
 from shim.gguf.tiny import write_gguf
 from shim.gguf.tokenizer import tables
 
@@ -337,7 +337,7 @@ def test_a_mutated_header_is_fine_or_a_problem(tiny, tmp_path):
                 tables(model)
                 generation_config(model)
                 quantised_layers(model)
-                cut_problem(model, 2)
+                cut_problem(model, Parallel(2))
                 report(model)
                 fine += 1
             except GGUFProblem:

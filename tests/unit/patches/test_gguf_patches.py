@@ -26,9 +26,12 @@ def engine_args(*, without: str = ""):
     ]
     fields += [(name, object, None) for name in ("hf_config_path", "tokenizer", "quantization", "speculative_config")]
     fields += [
+        ("additional_config", dict, dataclasses.field(default_factory=dict)),
         ("tensor_parallel_size", int, 1),
         ("data_parallel_size", int, 1),
         ("enable_expert_parallel", bool, False),
+        ("enable_eplb", bool, False),
+        ("all2all_backend", str, "allgather_reducescatter"),
     ]
 
     def __post_init__(self):
@@ -46,13 +49,14 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def layers(monkeypatch):
-    """layers(True): this vLLM has GGUF layers. False: it has none. None, the default: this machine has no GPU."""
+def gpu(monkeypatch):
+    """gpu(True): this machine has an NVIDIA GPU. It has none by default."""
 
-    def pretend(has_layers):
-        monkeypatch.setattr(gguf_engine_args, "gguf_layers", lambda: has_layers)
+    def pretend(has_gpu):
+        monkeypatch.setattr(gguf_engine_args, "on_nvidia", lambda: has_gpu)
 
-    pretend(None)
+    pretend(False)
+    monkeypatch.setitem(sys.modules, "shim.quantization.config", SimpleNamespace())  # imports vLLM
     return pretend
 
 
@@ -104,34 +108,56 @@ def test_other_models_are_not_touched(args, tmp_path):
     assert "org/name is not a GGUF" in entry("gguf_engine_args")["idle"]
 
 
-def test_weights_stay_quantised_where_there_are_layers_for_them(args, tiny, layers, caplog):
+def test_weights_stay_quantised_on_a_gpu(args, tiny, gpu):
     assert args(model=str(tiny)).quantization is None
-    layers(True)
-    assert args(model=str(tiny)).quantization == "gguf"
-    assert args(model=str(tiny), quantization="gguf").quantization == "gguf"
-    layers(False)
-    assert args(model=str(tiny)).quantization is None
-    assert "pip install vllm-gguf-plugin" in caplog.text
+    assert args(model=str(tiny), quantization="gguf").quantization is None
+    with pytest.raises(GGUFProblem, match="--quantization glm5_gguf needs an NVIDIA GPU"):
+        args(model=str(tiny), quantization="glm5_gguf")
+    gpu(True)
+    for asked in (None, "gguf", "glm5_gguf"):
+        assert args(model=str(tiny), quantization=asked).quantization == "glm5_gguf"
 
 
-def test_weights_do_not_stay_quantised_for_a_16_bit_file_or_another_setting(args, tiny, tmp_path, layers):
+def test_the_types_are_in_what_vllm_hashes(args, tiny, gpu):
+    from shim.gguf.files import open_model
+    from shim.gguf.quantised_layers import types_digest
+
+    assert args(model=str(tiny)).additional_config == {}
+    gpu(True)
+    theirs = {"of the user": 1}
+    made = args(model=str(tiny), additional_config=theirs).additional_config
+    assert made == {"of the user": 1, "glm5_gguf_types": types_digest(open_model(tiny))} and len(theirs) == 1
+
+
+def test_weights_do_not_stay_quantised_for_a_16_bit_file_or_another_setting(args, tiny, tmp_path, gpu):
     from shim.gguf.tiny import write_tiny
 
-    layers(True)
+    gpu(True)
     assert args(model=str(write_tiny(tmp_path, mix="bf16", parts=1))).quantization is None
     assert args(model=str(tiny), quantization="fp8").quantization == "fp8"
     assert args(model=str(tiny), load_format="dummy").quantization is None
 
 
-def test_a_tensor_parallel_size_that_cuts_a_block(args, tiny, layers):
-    layers(True)
+def test_a_tensor_parallel_size_that_cuts_a_block(args, tiny, gpu):
+    assert args(model=str(tiny), tensor_parallel_size=2).quantization is None
+    gpu(True)
     with pytest.raises(GGUFProblem, match=r"size 2 cuts blk\.1\.ffn_down_exps.*Q6_K's block of 256.*that work: 1$"):
         args(model=str(tiny), tensor_parallel_size=2)
     made = args(model=str(tiny), tensor_parallel_size=2, enable_expert_parallel=True)
-    assert made.quantization == "gguf"
+    assert made.quantization == "glm5_gguf"
     with pytest.raises(GGUFProblem, match="size 2 cuts"):
         args(model=str(tiny), data_parallel_size=2)
     assert args(model=str(tiny), tensor_parallel_size=2, quantization="fp8").quantization == "fp8"
+
+
+def test_modes_that_move_experts_or_tokens(args, tiny, gpu):
+    asked = {"data_parallel_size": 2, "enable_expert_parallel": True, "all2all_backend": "deepep_high_throughput"}
+    assert args(model=str(tiny), enable_eplb=True, **asked).quantization is None
+    gpu(True)
+    with pytest.raises(GGUFProblem, match="--enable-eplb"):
+        args(model=str(tiny), enable_eplb=True)
+    with pytest.raises(GGUFProblem, match="--all2all-backend deepep_high_throughput"):
+        args(model=str(tiny), **asked)
 
 
 def test_mtp_needs_a_nextn_block(args, tiny, tmp_path):
@@ -276,18 +302,22 @@ def weight_utils(stub):
     return stub(gguf_quantization.PATCH, get_quant_config=lambda model_config, load_config: "vLLM's")
 
 
-def test_the_quantisation_is_ours_for_our_load_format_only(weight_utils, switch_on, monkeypatch):
-    ours = type("Glm5GGUFConfig", (), {})
+def test_the_quantisation_is_ours_for_our_load_format_only(weight_utils, switch_on, monkeypatch, tiny):
+    from gguf import GGMLQuantizationType as Type
+
+    ours = type("Glm5GGUFConfig", (), {"__init__": lambda self, plan: setattr(self, "plan", plan)})
     monkeypatch.setitem(sys.modules, "shim.quantization.config", SimpleNamespace(Glm5GGUFConfig=ours))
     switch_on(gguf_quantization.PATCH)
 
     def ask(load_format, quantization):
         return weight_utils.get_quant_config(
-            SimpleNamespace(quantization=quantization), SimpleNamespace(load_format=load_format)
+            SimpleNamespace(quantization=quantization),
+            SimpleNamespace(load_format=load_format, model_loader_extra_config={"gguf": str(tiny)}),
         )
 
     assert ask("gguf", "gguf") == ask("glm5_gguf", "fp8") == ask("auto", None) == "vLLM's"
-    assert isinstance(ask("glm5_gguf", "gguf"), ours)
+    found = ask("glm5_gguf", "glm5_gguf")
+    assert isinstance(found, ours) and found.plan.layers["lm_head"] == (Type.Q8_0,)
     assert entry("gguf_quantization")["used"]
 
 

@@ -1,0 +1,1 @@
+"""y = x . W^T with W in GGML blocks."""

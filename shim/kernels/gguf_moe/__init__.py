@@ -1,0 +1,1 @@
+"""Experts with weights in GGML blocks."""
