@@ -55,8 +55,9 @@ class Commands(click.Group):
     command_class = Checked
 
     def main(self, args: Any = None, **extra: Any) -> Any:  # type: ignore[override]  # click's overloads
-        if sys.stderr is None:  # it is closed: click and traceback would write to stdout
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # it is closed: click and traceback would take the other one, or fail
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # open until the process ends
         words = list(sys.argv[1:] if args is None else args)
         if "--json" not in words or words[0] == "wrap":  # behind `wrap`, --json belongs to the command
             return super().main(words, **extra)
