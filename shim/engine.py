@@ -20,7 +20,7 @@ import wrapt
 
 from shim import ledger, process, upstream
 from shim.latch import Latch
-from shim.patch import Action, Patch, ShimError, State
+from shim.patch import Action, Patch, ShimError, State, failure
 
 ACCEPTED = frozenset({State.APPLIED, State.UPSTREAM, State.UNNEEDED, State.OFF})
 STANDS = ACCEPTED - {State.OFF}  # what another patch may build on
@@ -109,7 +109,7 @@ class Engine:
                 if lost:
                     problems.append(f"{patch.name} was undone: {lost}")
         if problems:
-            what = _message("; ".join(problems), [p.split(" ", 1)[0] for p in problems])
+            what = failure("; ".join(problems), [p.split(" ", 1)[0] for p in problems])
             raise ShimError(f"glm5-shim: {what}")
 
     # what happens when a target was imported
@@ -203,7 +203,7 @@ class Engine:
     def _fail(self, record: Record, found: str, cause: Exception | None = None) -> None:
         self._set(record, State.FAILED, found)
         patch = record.patch
-        text = _message(f"{patch.name} could not be applied to {patch.target}: {found}", [patch.name])
+        text = failure(f"{patch.name} could not be applied to {patch.target}: {found}", [patch.name])
         if not patch.required:
             process.say(text)
             return
@@ -214,11 +214,6 @@ class Engine:
     def _set(self, record: Record, state: State, detail: str) -> None:
         record.state, record.detail = state, detail
         ledger.record(record.patch.name, state.value, detail)
-
-
-def _message(what: str, names: list[str]) -> str:
-    switch = ",".join(dict.fromkeys(names))
-    return f"{what}. Leave it out with GLM5_SHIM_SKIP={switch}, or switch the shim off with GLM5_SHIM_OFF=1."
 
 
 def _set_attribute(module: ModuleType, symbol: str, value: Any) -> None:

@@ -16,6 +16,12 @@ class ShimError(RuntimeError):
     """A required patch is not in force. It is no ImportError, because vLLM swallows those in many places."""
 
 
+def failure(what: str, names: list[str]) -> str:
+    """The message of failed patches: `what` went wrong, and how to do without the patches of these names."""
+    switch = ",".join(dict.fromkeys(names))
+    return f"{what}. Leave it out with GLM5_SHIM_SKIP={switch}, or switch the shim off with GLM5_SHIM_OFF=1."
+
+
 class State(str, Enum):
     """How one patch stands in one process."""
 

@@ -79,7 +79,7 @@ def engine(scratch: Path, request: dict[str, Any], timeout: float) -> dict[str, 
         "GLM5_SHIM_INDEXER": "triton",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     log = out.with_suffix(".log")
     with log.open("w") as file:
